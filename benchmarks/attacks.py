@@ -31,12 +31,12 @@ from benchmarks.commands import command
 from benchmarks.gpu_subjects import MODELS, make_subject
 from benchmarks.here import here
 from benchmarks.hostile import bodies, bombs, mutations
-from serve.load.pictures import make_picture
+from serve.load.synthetic_images import make_picture
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import Serving
 from serve.runtime.errors import PipelineError
-from serve.runtime.execution import Execution
-from serve.runtime.serving import Serving
 from serve.tune.servers import Live, ended_in_order, pack, serving
-from serve.tune.space import told
+from serve.tune.space import describe
 
 #: How often each request of a kind is sent where it is one, and how many refusals there are afterwards.
 REPEATS: Final = 15
@@ -300,7 +300,7 @@ def run(model: str, sent: Sequence[Kind], repeats: int, refusals: int) -> Attack
         way = Serving((Execution("exported"),))
         archive = pack(artifact, way, scratch, "attacked")
         with serving("own", {"attacked": archive}, scratch) as live:
-            return attack(live, sent, repeats, refusals, f"{model} as {told(way)}")
+            return attack(live, sent, repeats, refusals, f"{model} as {describe(way)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

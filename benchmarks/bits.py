@@ -27,8 +27,8 @@ from optimize.quantization.gate import sqnr
 from optimize.quantization.simulate import simulated
 from optimize.quantization.targets import target_named
 from optimize.run.job import Job, open_job
-from serve.runtime.images import normalise
-from serve.runtime.integers import ANY_X86, VNNI_X86
+from serve.runtime.device.cpu_integers import ANY_X86, VNNI_X86
+from serve.runtime.images.image_preprocessing import normalise
 
 #: What has how many bits, and the target that is simulated.
 WAYS: Final = {

@@ -1,8 +1,8 @@
 """What decoding an image takes, by its coding: bytes of memory at the peak and CPU time, for each pixel.
 
 ``python -m benchmarks.codings`` prints the table of docs/explanations/security.md. Each coding has a process of its
-own, which prepares the image once as the servers do (`serve.runtime.images.load`). Memory is the peak of its resident
-set (``VmHWM``) above what it held before; the file is in that already.
+own, which prepares the image once as the servers do (`serve.runtime.images.image_preprocessing.load`). Memory is the
+peak of its resident set (``VmHWM``) above what it held before; the file is in that already.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def measure(path: Path) -> dict[str, float]:
     """Prepare the image in a file, in this process: ``bytes`` above what was held before, and CPU ``seconds``."""
     import torch
 
-    from serve.runtime.card import Preprocessing
-    from serve.runtime.images import load
+    from serve.runtime.card.card import Preprocessing
+    from serve.runtime.images.image_preprocessing import load
 
     torch.set_num_threads(1)
     preprocessing = Preprocessing(resize=256, crop=(224, 224))

@@ -79,10 +79,10 @@ def measure(files: Iterable[tuple[str, str, Callable[[], bytes]]], repeats: int)
     """Prepare each file as a server does, and time it."""
     import torch
 
-    from serve.runtime.budget import SERVING
-    from serve.runtime.card import Preprocessing
+    from serve.runtime.card.budget import SERVING
+    from serve.runtime.card.card import Preprocessing
     from serve.runtime.errors import Refusal
-    from serve.runtime.intake import header_of, take_in
+    from serve.runtime.service.image_loading import header_of, load_within
 
     torch.set_num_threads(1)
     preprocessing = Preprocessing(resize=256, crop=(224, 224))
@@ -92,7 +92,7 @@ def measure(files: Iterable[tuple[str, str, Callable[[], bytes]]], repeats: int)
         taken = []
         for _ in range(repeats):
             begun = time.thread_time()
-            ((_, found),) = take_in([data], preprocessing, SERVING)
+            ((_, found),) = load_within([data], preprocessing, SERVING)
             taken.append(time.thread_time() - begun)
         pixels = 0 if isinstance(header, Refusal) else header.pixels
         yield Cost(kind, title, len(data), pixels, found.status if isinstance(found, Refusal) else 200, min(taken))

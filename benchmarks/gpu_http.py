@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import torch
 
+from serve.load.generator_process import measure
 from serve.load.plan import Plan, Target
-from serve.load.running import measure
 from serve.load.workload import Item, Workload
+from serve.runtime.card.serving import read_serving
 from serve.runtime.errors import PipelineError
-from serve.runtime.serving import read_serving
 
 #: Servers by the word for them in the tables.
 SERVERS: dict[str, Literal["own", "torchserve"]] = {"own server": "own", "TorchServe": "torchserve"}

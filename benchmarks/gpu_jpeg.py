@@ -19,18 +19,18 @@ import torch
 from benchmarks.gpu_http import SERVERS, Ask, Classes, ask_over_http, best_class
 from benchmarks.gpu_subjects import Subject, jpegs
 from benchmarks.gpu_ways import Unavailable
-from serve.runtime.budget import Budget
-from serve.runtime.card import Preprocessing, load_card
+from serve.runtime.card.budget import Budget
+from serve.runtime.card.card import Preprocessing, load_card
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import SERVING_FILE, Serving
 from serve.runtime.decoders.base import CPU, Decoder, open_decoder
 from serve.runtime.engines.base import execution_id, unavailable
 from serve.runtime.errors import PipelineError, first_line
-from serve.runtime.execution import Execution
-from serve.runtime.headers import read_header
-from serve.runtime.intake import load_items
-from serve.runtime.protocol import answer, parse
-from serve.runtime.service import Service, open_service
-from serve.runtime.serving import SERVING_FILE, Serving
-from serve.runtime.work import Answered
+from serve.runtime.images.headers import read_header
+from serve.runtime.service.image_loading import load_items
+from serve.runtime.service.pending_request import Answered
+from serve.runtime.service.protocol import answer, parse
+from serve.runtime.service.service import Service, open_service
 
 _TOP = 5
 _MOST_BATCH = 128

@@ -13,9 +13,9 @@ import torch
 import torchvision
 from torch import nn
 
-from serve.runtime.card import Card, InputType, Preprocessing, load_card, sha256_file, write_card
-from serve.runtime.images import load, normalise
-from serve.runtime.program_file import save_program
+from serve.runtime.card.card import Card, InputType, Preprocessing, load_card, sha256_file, write_card
+from serve.runtime.images.image_preprocessing import load, normalise
+from serve.runtime.model_files.program_file import save_program
 
 _EXPORTED_BATCH = 2  # a batch of 1 would be taken for a constant
 

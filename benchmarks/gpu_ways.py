@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.gpu_subjects import Subject
-from serve.runtime.card import load_card
+from serve.runtime.card.card import load_card
+from serve.runtime.card.execution import Execution, Option
 from serve.runtime.engines.base import find_engine, open_engine, unavailable
 from serve.runtime.errors import PipelineError
-from serve.runtime.execution import Execution, Option
 
 #: From a batch on the device to logits there.
 Run = Callable[[torch.Tensor], torch.Tensor]

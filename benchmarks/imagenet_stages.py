@@ -58,7 +58,7 @@ def stage_draw(reference: str) -> dict[str, Any]:
     from optimize.data.formats.base import open_data
     from optimize.data.loading import loader
     from optimize.data.splits import hold_out, subset
-    from serve.runtime.card import Preprocessing
+    from serve.runtime.card.card import Preprocessing
 
     data = open_data(reference)
     found = {}
@@ -87,7 +87,7 @@ def stage_steps(reference: str) -> dict[str, Any]:
 
     from optimize.data.formats.base import open_data
     from optimize.data.loading import _Batches, loader
-    from serve.runtime.card import Preprocessing
+    from serve.runtime.card.card import Preprocessing
 
     data = open_data(reference)
     found = {}
@@ -113,7 +113,7 @@ def stage_epochs(reference: str, epochs: int, batches: int, whole: bool) -> dict
     from optimize.data import loading, pixels
     from optimize.data.formats.base import formats, open_data
     from optimize.data.splits import hold_out
-    from serve.runtime.card import Preprocessing
+    from serve.runtime.card.card import Preprocessing
 
     formats()
     libraries = resident()["rss"]

@@ -25,11 +25,11 @@ from optimize.errors import NotApplicableError
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
 from optimize.tracing.trace import trace
-from serve.config import Config
+from serve.common.config import Config
+from serve.runtime.device.cpu_integers import VNNI_X86
 from serve.runtime.errors import UserError
-from serve.runtime.images import normalise
-from serve.runtime.integers import VNNI_X86
-from serve.runtime.program_file import save_program
+from serve.runtime.images.image_preprocessing import normalise
+from serve.runtime.model_files.program_file import save_program
 
 
 class Nncf(Config):

@@ -27,17 +27,18 @@ from benchmarks import serve_page as page
 from benchmarks.commands import command
 from benchmarks.here import begun, here
 from benchmarks.serve_subjects import Shot, Stage, Subject
-from serve import layout, runs
-from serve.load import known
-from serve.load.pictures import make_picture, make_pictures, read_pictures
+from serve.common import layout
+from serve.load import reference_answers
+from serve.load.synthetic_images import make_picture, make_pictures, read_pictures
 from serve.load.workload import Item, Workload
-from serve.runtime.card import load_card
+from serve.runs import stored_runs
+from serve.runtime.card.card import load_card
+from serve.runtime.card.serving import Serving, parse_serving
 from serve.runtime.decoders.base import CPU
 from serve.runtime.errors import PipelineError, UserError
-from serve.runtime.serving import Serving, parse_serving
-from serve.torchserve.archive import serving_of
+from serve.torchserve.archive_builder import serving_of
 from serve.tune.servers import ended_in_order
-from serve.tune.space import told
+from serve.tune.space import describe
 from serve.tune.tuning import TUNING_FILE
 
 PHOTOS, LARGE = "photos", "12 megapixels"
@@ -76,9 +77,13 @@ def workloads(artifact: Path, serving: Serving, photos: Path | None, large: int)
         PHOTOS: make_pictures(40) if photos is None else read_pictures(photos),
         LARGE: [(f"large-{seed}", make_picture(seed, _LARGE_SIZE)) for seed in range(large)],
     }
-    predictor = known.opened(artifact, serving)
-    tolerance = known.tolerance(serving.executions)
-    return {name: Workload(known.items(predictor, images), tolerance) for name, images in pictures.items() if images}
+    predictor = reference_answers.opened(artifact, serving)
+    tolerance = reference_answers.tolerance(serving.executions)
+    return {
+        name: Workload(reference_answers.items(predictor, images), tolerance)
+        for name, images in pictures.items()
+        if images
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +131,13 @@ def reduced(
 
     It is compared on these and on the other pictures, or ``most`` of them, enlarged to their size.
     """
-    whole, scaled = (known.opened(artifact, used[way]) for way in ("", REDUCED))
+    whole, scaled = (reference_answers.opened(artifact, used[way]) for way in ("", REDUCED))
     large = [(item.name, item.body) for item in sent[LARGE].items]
     others = [(item.name, enlarged(item.body)) for item in sent[PHOTOS].items[:most]]
-    mine = known.items(scaled, large)
-    agreed = agreement([*sent[LARGE].items, *known.items(whole, others)], [*mine, *known.items(scaled, others)])
+    mine = reference_answers.items(scaled, large)
+    agreed = agreement(
+        [*sent[LARGE].items, *reference_answers.items(whole, others)], [*mine, *reference_answers.items(scaled, others)]
+    )
     return Workload(mine, sent[LARGE].tolerance), agreed
 
 
@@ -231,7 +238,7 @@ def document(
 
 def _way(way: Serving) -> str:
     """A way to serve in words, of both servers where several workers have other threads at each."""
-    own, torchserve = told(way), told(way, "torchserve")
+    own, torchserve = describe(way), describe(way, "torchserve")
     return own if own == torchserve else f"{own} (TorchServe: {torchserve})"
 
 
@@ -263,7 +270,7 @@ def main() -> int:
         options.rounds, options.seconds, options.large, options.turns = 1, 1.0, min(options.large, 1), 2
     began = begun()
     try:
-        options.artifact = options.artifact or runs.recommended(options.store, options.run)
+        options.artifact = options.artifact or stored_runs.recommended(options.store, options.run)
         artifact = layout.artifact_folder(options.store, options.run, options.artifact)
         card = load_card(artifact)
         if card.preprocessing.crop != (224, 224):

@@ -15,13 +15,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from serve.load.checking import GOOD, Checker
+from serve.load.answer_check import GOOD, Checker
 from serve.load.histogram import Histogram
 from serve.load.workload import Item, Workload
-from serve.runtime.chain import open_served
-from serve.runtime.protocol import Request, answer, parse
-from serve.runtime.service import open_service
-from serve.runtime.work import Answered
+from serve.runtime.service.execution_chain import open_served
+from serve.runtime.service.pending_request import Answered
+from serve.runtime.service.protocol import Request, answer, parse
+from serve.runtime.service.service import open_service
 
 
 class _Tally:

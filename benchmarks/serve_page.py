@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.serve_subjects import Shot, Subject
 from serve.load.histogram import merged
-from serve.runtime.stages import FRONTEND_STAGE, STAGES
+from serve.runtime.service.stages import FRONTEND_STAGE, STAGES
 
 #: Shots by subject, workload and clients, one a round.
 Shots = Mapping[tuple[str, str, int], Sequence[Shot]]

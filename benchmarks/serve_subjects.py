@@ -15,14 +15,14 @@ from pathlib import Path
 import httpx
 
 from benchmarks import stock_torchserve as stock
+from serve.common.server_processes import end, process_tree, wait_until_ready
+from serve.load.generator_process import measure
 from serve.load.histogram import Histogram
 from serve.load.plan import Plan, Target
-from serve.load.running import measure
 from serve.load.workload import Item, Workload
-from serve.processes import end, family, wait_until_ready
+from serve.runtime.card.execution import ENVIRONMENT
+from serve.runtime.card.serving import Serving
 from serve.runtime.errors import PipelineError
-from serve.runtime.execution import ENVIRONMENT
-from serve.runtime.serving import Serving
 from serve.torchserve.configuration import HOST
 from serve.tune.servers import Live, ServerKind, free_ports, pack, serving
 
@@ -161,7 +161,7 @@ def echo_uvicorn(scratch: Path) -> Iterator[Live]:
         wait_until_ready(process, lambda: httpx.post(url, content=b"x", trust_env=False).is_success, log, within_s=20)
         yield Live({"echo": Target(f"{HOST}:{port}", "/")}, process.pid, log)
     finally:
-        end(family(process.pid), patience_s=20)
+        end(process_tree(process.pid), patience_s=20)
         process.wait()
 
 

@@ -23,19 +23,20 @@ from benchmarks.here import begun, here
 from benchmarks.hostile.mutations import mutated
 from benchmarks.soak_faults import ANSWERED, DURING_A_KILL
 from benchmarks.soak_phases import KILLED_S, LEAK_MB_A_MINUTE, SHARE, Phases, Soaked, course, slope
-from serve import layout, runs
-from serve.load import known
-from serve.load.checking import VERDICTS
-from serve.load.pictures import make_picture, make_pictures, read_pictures
+from serve.common import layout
+from serve.load import reference_answers
+from serve.load.answer_check import VERDICTS
+from serve.load.synthetic_images import make_picture, make_pictures, read_pictures
 from serve.load.workload import Item, Workload, instances, tell_apart
-from serve.runtime.card import load_card
+from serve.runs import stored_runs
+from serve.runtime.card.card import load_card
+from serve.runtime.card.serving import Serving
 from serve.runtime.errors import PipelineError, UserError
-from serve.runtime.predictor import Predictor
-from serve.runtime.serving import Serving
-from serve.torchserve.archive import serving_of
+from serve.runtime.service.predictor import Predictor
+from serve.torchserve.archive_builder import serving_of
 from serve.torchserve.limits import MIB, Limits
 from serve.tune.servers import KINDS, ended_in_order, pack, serving
-from serve.tune.space import told
+from serve.tune.space import describe
 
 TITLES = {"own": "Our own server", "torchserve": "Our archive behind TorchServe"}
 _DAMAGED = 400
@@ -58,15 +59,15 @@ class Verdict:
 
 def workloads(predictor: Predictor, way: Serving, photos: Path | None) -> tuple[Workload, Workload]:
     """Good single images that answer differently from each other; and those with all else that is mixed in."""
-    tolerance = known.tolerance(way.executions)
+    tolerance = reference_answers.tolerance(way.executions)
     pictures = make_pictures(40) if photos is None else read_pictures(photos)
-    good = known.items(predictor, pictures)
+    good = reference_answers.items(predictor, pictures)
     single = tell_apart(good, tolerance)
     # What begins as JSON does is read as a request of instances.
     damaged = [(f"damaged-{seed}", mutated(seed)) for seed in range(_DAMAGED)]
     damaged = [(name, data) for name, data in damaged if data and not data[:64].lstrip().startswith(b"{")]
-    bad = known.items(predictor, damaged, weight=0.05)
-    large = known.items(predictor, [("large", make_picture(7, (4000, 3000)))], weight=0.2)
+    bad = reference_answers.items(predictor, damaged, weight=0.05)
+    large = reference_answers.items(predictor, [("large", make_picture(7, (4000, 3000)))], weight=0.2)
     several = tuple(
         instances(f"several-{start}", (*good[start : start + 3], _bad(bad)), weight=0.3) for start in range(0, 12, 3)
     )
@@ -193,7 +194,7 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
     body = [
         f"## {TITLES[found.kind]}",
         "",
-        f"Served as {told(way, found.kind)}.",
+        f"Served as {describe(way, found.kind)}.",
         "",
         *(verdict.line for verdict in judged),
         "",
@@ -296,11 +297,11 @@ def main() -> int:
     try:
         if options.minutes < 0.5:
             raise UserError(f"--minutes must be at least 0.5, got {options.minutes:g}")
-        options.artifact = options.artifact or runs.recommended(options.store, options.run)
+        options.artifact = options.artifact or stored_runs.recommended(options.store, options.run)
         artifact = layout.artifact_folder(options.store, options.run, options.artifact)
         way = serving_of(artifact, load_card(artifact))
         ways = {"own": replace(way, workers=1), "torchserve": way}
-        predictor = known.opened(artifact, way)
+        predictor = reference_answers.opened(artifact, way)
         photos, mixed = workloads(predictor, way, options.photos)
         bodies = [item.body for item in photos.items]
         body = head(options, began, photos, mixed)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from serve.load.checking import Checker
+from serve.load.answer_check import Checker
 from serve.load.plan import Target
 from serve.load.workload import Item, request_bytes
 

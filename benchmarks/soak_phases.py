@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.soak_faults import Badly
-from serve.load.plan import Plan, Result, together
-from serve.load.running import finished, measure, started
+from serve.load.generator_process import finished, measure, started
+from serve.load.plan import Plan, Result, pooled
 from serve.load.workload import Workload
 from serve.tune.servers import Live, ServerKind
 
@@ -270,7 +270,7 @@ class Phases:
         with badly.running():
             quiet = self._mix("faults and kills", times.faults_s, times.kill_every_s)
             quiet += self._mix("faults, memory watched", times.steady_s, None)
-        found.mixed = together(quiet)
+        found.mixed = pooled(quiet)
         found.bad_clients, found.bad_client_faults = badly.outcomes, badly.faults
         self._overload(times)
         time.sleep(times.rest_s)
@@ -290,8 +290,8 @@ class Phases:
             self._say(
                 f"overload, round {number} of {_ROUNDS}: {at_capacity[-1].throughput:.0f} answered a second; {told}"
             )
-        self.found.capacity = together(at_capacity).throughput
-        self.found.overload = {factor: together(results) for factor, results in over.items()}
+        self.found.capacity = pooled(at_capacity).throughput
+        self.found.overload = {factor: pooled(results) for factor, results in over.items()}
 
     def _measure(self, workload: Path, rate: float | None, seconds: float, clients: int = 16) -> Result:
         # What the first second finds empty, the queue or the caches, is no part of a rate.
@@ -322,7 +322,7 @@ class Phases:
             if kill_every_s is None:
                 self._sample_memory(time.monotonic() - began, heap=number % _HEAP_CHUNKS == 1)
             if number % 6 == 1:
-                counts = together(quiet).counts
+                counts = pooled(quiet).counts
                 self._say(f"{name}: {max(0.0, seconds - spent):.0f} s left, {dict(counts)}")
         return quiet
 

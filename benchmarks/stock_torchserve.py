@@ -19,9 +19,9 @@ import torch
 import torchvision
 from PIL import Image
 
+from serve.common.server_processes import end, process_tree, wait_until_ready
 from serve.load.plan import Target
 from serve.load.workload import Item, Known
-from serve.processes import end, family, wait_until_ready
 from serve.runtime.errors import PipelineError
 from serve.torchserve.configuration import HOST
 from serve.torchserve.java import java_executable
@@ -136,7 +136,7 @@ def stock_torchserve(models: Sequence[str], archives: Path, scratch: Path) -> It
         targets = {model: Target(f"{HOST}:{ports[0]}", f"/predictions/{model}") for model in models}
         yield Live(targets, process.pid, log)
     finally:
-        end(family(process.pid), patience_s=15)
+        end(process_tree(process.pid), patience_s=15)
         process.wait()
 
 

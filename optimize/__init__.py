@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from serve.runtime.execution import ENVIRONMENT
+from serve.runtime.card.execution import ENVIRONMENT
 
 if TYPE_CHECKING:
     from optimize.api import (
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from optimize.training.config import TrainingConfig as Training
     from optimize.training.distil import Distil
     from optimize.variant import Failed, Variant
-    from serve.options import ServingOptions
-    from serve.runtime.card import Preprocessing
+    from serve.common.options import ServingOptions
+    from serve.runtime.card.card import Preprocessing
     from serve.runtime.errors import PipelineError, UserError
 
 __all__ = [
@@ -123,8 +123,8 @@ _HOMES = {
     ),
     "Comparison": "optimize.report.comparison",
     "image_data": "optimize.data.from_python",
-    "Preprocessing": "serve.runtime.card",
-    "ServingOptions": "serve.options",
+    "Preprocessing": "serve.runtime.card.card",
+    "ServingOptions": "serve.common.options",
     "Timing": "optimize.measure.timing",
     "Dynamic": "optimize.passes.dynamic",
     "PreprocessingConfig": "optimize.models.preprocessing",

@@ -16,7 +16,7 @@ from torch import nn
 
 from optimize.passes.base import find_pass, pass_of
 from optimize.run.session import Session
-from serve.config import Config, defaults
+from serve.common.config import Config, defaults
 from serve.runtime.errors import UserError
 
 #: As a recipe allows it.

@@ -12,9 +12,9 @@ from optimize.data.records import ImageData
 from optimize.listener import SILENT, Listener
 from optimize.models.teacher import Teacher
 from optimize.store.objects import Store
-from serve.runtime.card import Preprocessing, Probabilities
-from serve.runtime.described import Described
-from serve.runtime.images import normalise
+from serve.runtime.card.card import Preprocessing, Probabilities
+from serve.runtime.display import Described
+from serve.runtime.images.image_preprocessing import normalise
 
 #: Share of the calibration images that may be unreadable.
 _CALIBRATION_UNREADABLE = 0.05

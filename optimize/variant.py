@@ -19,14 +19,14 @@ from optimize.report.words import size
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
 from optimize.store.history import History
-from serve.runtime.budget import Budget
-from serve.runtime.card import read_card
-from serve.runtime.described import Described
+from serve.runtime.card.budget import Budget
+from serve.runtime.card.card import read_card
+from serve.runtime.display import Described
 from serve.runtime.engines.base import preferred
 from serve.runtime.errors import ImageError, UserError
-from serve.runtime.headers import faults_named
-from serve.runtime.images import is_deep, upright
-from serve.runtime.predictor import Label, Predictor
+from serve.runtime.images.headers import faults_named
+from serve.runtime.images.image_preprocessing import is_deep, upright
+from serve.runtime.service.predictor import Label, Predictor
 
 #: An image as `Variant.predict` takes it: its encoded bytes, a file, or an opened picture.
 Picture = bytes | str | Path | Image

@@ -91,7 +91,7 @@ sys.executable = sys.argv[3]
 os.chdir(folder)
 os.environ.clear()
 os.environ.update(environment)
-if loaded := sys.modules.get("serve.runtime.execution"):  # which has kept that of the process which forks
+if loaded := sys.modules.get("serve.runtime.card.execution"):  # which has kept that of the process which forks
     loaded.STARTED_WITH.clear()
     loaded.STARTED_WITH.update(environment)
 sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))

@@ -32,7 +32,7 @@ from optimize.run.recipe import Recipe, load_recipe
 from optimize.tracing.trace import trace
 from optimize.training.config import TrainingConfig
 from serve.runtime.errors import UserError
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 from tests.optimize.workbench import noise_context, parent_of
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from torch import nn
 from optimize.measure.figures import Accuracy, Footprint, Latency, Measured, Ratio, Timed
 from optimize.measure.rows import ModelFile, Pair, Reference, Row, Skip
 from optimize.tracing.trace import trace
-from serve.runtime.execution import Execution
+from serve.runtime.card.execution import Execution
 from tests.benchmarked import benchmark
 
 EVEN = Ratio(value=1.0, low=1.0, high=1.0, coverage=0.98, slower=False)

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import decoding
 from benchmarks.decoding import BOUNDS, Cost
 from benchmarks.hostile.costly import costly
-from serve.runtime.headers import FORMATS
+from serve.runtime.images.headers import FORMATS
 
 FOUND = (
     Cost("BMP", "16x16 pixels, run-length", 8_000_000, 0, 413, 0.0004),

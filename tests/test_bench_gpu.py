@@ -19,14 +19,14 @@ from benchmarks.gpu_http import ask_over_http
 from benchmarks.gpu_jpeg import Pixels, difference, in_process, served
 from benchmarks.gpu_page import page
 from benchmarks.gpu_subjects import draw, jpegs, make_subject
-from serve.runtime.budget import Budget
-from serve.runtime.card import load_card
+from serve.runtime.card.budget import Budget
+from serve.runtime.card.card import load_card
+from serve.runtime.card.execution import Execution
 from serve.runtime.decoders.base import open_decoder
 from serve.runtime.engines.base import open_engine
 from serve.runtime.errors import PipelineError
-from serve.runtime.execution import Execution
-from serve.runtime.headers import read_header
-from serve.runtime.images import load, normalise
+from serve.runtime.images.headers import read_header
+from serve.runtime.images.image_preprocessing import load, normalise
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]

@@ -28,14 +28,14 @@ from benchmarks.serve import (
     ways,
 )
 from benchmarks.serve_subjects import Shot, Stage, Subject
-from serve.load import known
+from serve.load import reference_answers
 from serve.load.histogram import Histogram
-from serve.load.pictures import make_pictures
+from serve.load.synthetic_images import make_pictures
 from serve.load.workload import Item, Known, Workload
-from serve.runtime.card import load_card
-from serve.runtime.serving import Serving
-from serve.runtime.stages import STAGES
-from serve.torchserve.archive import serving_of
+from serve.runtime.card.card import load_card
+from serve.runtime.card.serving import Serving
+from serve.runtime.service.stages import STAGES
+from serve.torchserve.archive_builder import serving_of
 from tests.serve import artifacts
 
 
@@ -188,9 +188,9 @@ def test_agreement_counts_equal_best_classes() -> None:
 def test_reduced_decoding_is_known_by_its_own_answers(tmp_path: Path) -> None:
     artifact = artifacts.onnx(tmp_path / "artifact")
     used = ways(artifact)
-    predictor = known.opened(artifact, used[""])
+    predictor = reference_answers.opened(artifact, used[""])
     pictures = {PHOTOS: make_pictures(2), LARGE: make_pictures(1, ((1600, 1200),))}
-    sent = {name: Workload(known.items(predictor, images)) for name, images in pictures.items()}
+    sent = {name: Workload(reference_answers.items(predictor, images)) for name, images in pictures.items()}
     workload, agreed = reduced(artifact, used, sent, 1)
     (item,), (whole,) = workload.items, sent[LARGE].items
     assert item.body == whole.body
@@ -238,7 +238,7 @@ def test_the_rest_of_a_request_is_what_the_stages_do_not_tell() -> None:
 def test_subjects_answer_and_are_stopped(tmp_path: Path) -> None:
     artifact = artifacts.onnx(tmp_path / "artifact")
     serving = serving_of(artifact, load_card(artifact))
-    items = known.items(known.opened(artifact, serving), make_pictures(4))
+    items = reference_answers.items(reference_answers.opened(artifact, serving), make_pictures(4))
     with Stage(tmp_path, artifact, {"": serving}, {PHOTOS: Workload(items)}) as stage:
         subjects = stage.start(tmp_path, 5, ("echo-uvicorn", "own", "serial", "pipelined"))
         found = {

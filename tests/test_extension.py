@@ -94,8 +94,8 @@ ECHO_ARTIFACT = """
 import json, sys
 from pathlib import Path
 from optimize.measure.machine import versions
-from serve.runtime.card import Card, Preprocessing, sha256_file, write_card
-from serve.torchserve.archive import build_archive
+from serve.runtime.card.card import Card, Preprocessing, sha256_file, write_card
+from serve.torchserve.archive_builder import build_archive
 
 folder = Path(sys.argv[1])
 folder.mkdir()
@@ -113,7 +113,7 @@ import io, sys
 sys.path[:0] = [sys.argv[1]]
 from pathlib import Path
 from PIL import Image
-from serve.runtime.predictor import Predictor
+from serve.runtime.service.predictor import Predictor
 import serve
 assert serve.__file__.startswith(sys.argv[1]), serve.__file__
 stream = io.BytesIO()

@@ -18,7 +18,7 @@ from optimize import cli
 from optimize.passes.base import passes
 from optimize.run.recipe import DEFAULT_RECIPE, load_recipe
 from serve import cli as serve_cli
-from serve.runtime.budget import SERVING
+from serve.runtime.card.budget import SERVING
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -14,12 +14,12 @@ from benchmarks import soak_phases
 from benchmarks.soak import pace, section, verdicts, workloads
 from benchmarks.soak_phases import Course, Kill, Phases, Rejected, Soaked, course, live_heap
 from serve.load.histogram import Histogram
-from serve.load.known import opened
 from serve.load.plan import Result
-from serve.runtime.card import load_card
-from serve.runtime.execution import Execution
-from serve.runtime.serving import Serving
-from serve.torchserve.archive import serving_of
+from serve.load.reference_answers import opened
+from serve.runtime.card.card import load_card
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import Serving
+from serve.torchserve.archive_builder import serving_of
 from serve.tune.servers import pack, serving
 from tests.serve import artifacts
 

@@ -16,7 +16,7 @@ from optimize.run.session import BASELINE
 from optimize.store.artifact import Artifact
 from optimize.training.config import TrainingConfig
 from optimize.training.distil import SELF, Distil
-from serve.config import Config, defaults
+from serve.common.config import Config, defaults
 
 #: Passes that compute what their parent does, and that a control has, too.
 _KEPT: Final = (Fuse, Onnx)

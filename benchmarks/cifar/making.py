@@ -41,7 +41,7 @@ from optimize.store.effects import WHOLE, read_effects
 from optimize.store.keys import make_key
 from optimize.training.config import TrainingConfig
 from optimize.variant import Variant
-from serve.progress import here as shown_here
+from serve.common.progress import here as shown_here
 from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 
 #: Images of a batch that speed is compared at, and images that answers are counted on in a short run.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from benchmarks.quant.record import Answered, RowRecord
 from benchmarks.quant.ways import Bed, Way
 from optimize.measure.bench import Bench, Candidate
+from serve.runtime.card.execution import Execution
 from serve.runtime.errors import PipelineError, one_line
-from serve.runtime.execution import Execution
 
 
 def make_row(bed: Bed, way: Way, bench: Bench) -> RowRecord:

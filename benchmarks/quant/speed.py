@@ -16,7 +16,7 @@ from benchmarks.quant.ways import Bed, Way
 from optimize.measure.bench import Bench, Candidate
 from optimize.measure.pool import Pool
 from optimize.passes.base import pass_of
-from serve.runtime.execution import Execution
+from serve.runtime.card.execution import Execution
 
 
 def seconds_of(bed: Bed, way: Way) -> float:

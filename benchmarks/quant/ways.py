@@ -13,7 +13,7 @@ from benchmarks.peers import Nncf, NncfAccuracy, OrtStatic, Pt2e
 from optimize.passes.base import pass_of
 from optimize.quantization.ranges import OBSERVERS
 from optimize.variant import Variant
-from serve.config import Config
+from serve.common.config import Config
 
 Start = Literal["fused", "equalized", "floats"]
 

@@ -12,12 +12,12 @@ from benchmarks.zoo.record import Agreement
 from optimize.export.onnx_graph.write import run_onnx
 from optimize.measure.statistics import sqnr_db
 from optimize.store.artifact import REFERENCE_FILE, Artifact
+from serve.runtime.device.cpu_integers import TENSORRT
 from serve.runtime.engines.base import executions_for
 from serve.runtime.errors import EngineError
-from serve.runtime.images import normalise
-from serve.runtime.integers import TENSORRT
-from serve.runtime.predictor import Predictor
-from serve.runtime.program_file import load_program
+from serve.runtime.images.image_preprocessing import normalise
+from serve.runtime.model_files.program_file import load_program
+from serve.runtime.service.predictor import Predictor
 
 _BATCH = 16
 

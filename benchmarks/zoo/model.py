@@ -18,7 +18,7 @@ from benchmarks.zoo.names import family
 from benchmarks.zoo.record import ModelRecord, read, write
 from benchmarks.zoo.stages import Model, Settings
 from optimize.noise import silenced
-from serve.runtime.execution import keep_memory
+from serve.runtime.card.execution import keep_memory
 
 
 def main() -> int:

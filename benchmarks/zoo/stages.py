@@ -49,10 +49,10 @@ from optimize.run.session import Session, Step
 from optimize.store.objects import Store
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
-from serve.config import Config
+from serve.common.config import Config
 from serve.runtime.engines.base import executions_for
 from serve.runtime.errors import UserError, one_line
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 
 _CPU = torch.device("cpu")
 _IMAGENET = 1000

@@ -23,9 +23,9 @@ from optimize.run.session import Step
 from optimize.store.artifact import Artifact
 from optimize.training.distributed.first_process import only_first
 from optimize.variant import Failed, Variant
-from serve.progress import here
+from serve.common.progress import here
+from serve.runtime.card.execution import Execution
 from serve.runtime.errors import PipelineError, UserError
-from serve.runtime.execution import Execution
 
 _RULE = Recommend()
 

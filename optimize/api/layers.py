@@ -20,10 +20,10 @@ from optimize.precision.sensitivity import sensitivity as _sensitivity
 from optimize.profiling.profiling import float_program, profile_artifact
 from optimize.profiling.records import Profiled
 from optimize.variant import Variant
-from serve.progress import here
-from serve.runtime.described import Described
+from serve.common.progress import here
+from serve.runtime.card.execution import Execution
+from serve.runtime.display import Described
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
 
 
 @dataclass(frozen=True, repr=False)

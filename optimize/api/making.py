@@ -26,12 +26,12 @@ from optimize.run.skips import not_made, skip_of
 from optimize.training.config import TrainingConfig
 from optimize.training.distributed.first_process import only_first
 from optimize.variant import Failed, Variant
-from serve.config import Config
-from serve.options import ServingOptions
-from serve.progress import ProgressBar, here
-from serve.runtime.card import CARD_FILE
+from serve.common.config import Config
+from serve.common.options import ServingOptions
+from serve.common.progress import ProgressBar, here
+from serve.runtime.card.card import CARD_FILE
 from serve.runtime.errors import UserError
-from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_builder import build_archive
 
 
 def load(

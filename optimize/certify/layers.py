@@ -19,16 +19,16 @@ from optimize.certify.graph import GraphLayers
 from optimize.certify.packed import PackedLayers
 from optimize.certify.program import Batch, Layer, ReferenceLayers
 from optimize.certify.records import Cause, Engine, LayerParity, Unable, agrees
-from serve.runtime.card import load_card
+from serve.runtime.card.card import load_card
+from serve.runtime.card.execution import Execution
+from serve.runtime.device.cpu_integers import TENSORRT
 from serve.runtime.engines.base import execution_id
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import PipelineError, first_line, one_line
-from serve.runtime.execution import Execution
-from serve.runtime.integers import TENSORRT
-from serve.runtime.onnx_session import cpu_session
-from serve.runtime.program_file import load_program
-from serve.runtime.script_file import load_script
+from serve.runtime.model_files.onnx_session import cpu_session
+from serve.runtime.model_files.program_file import load_program
+from serve.runtime.model_files.script_file import load_script
 
 #: Images that go through the reference together.
 _TOGETHER: Final = 4

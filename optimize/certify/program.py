@@ -20,8 +20,8 @@ from optimize.quantization.lowering.integer_biases import dequantizers
 from optimize.quantization.lowering.openvino.concatenations import read_joined
 from optimize.quantization.lowering.uneven_padding import put_padding, take_padding
 from optimize.tracing.constants import constant_value
-from serve.runtime.card import Preprocessing
-from serve.runtime.images import normalise
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.images.image_preprocessing import normalise
 
 _ATEN = torch.ops.aten
 

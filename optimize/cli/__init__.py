@@ -15,7 +15,7 @@ from optimize.cli.running import compare, run
 from optimize.cli.stored import list_runs, prune, show, verify
 from optimize.cli.words import ListsData
 from optimize.training.distributed.first_process import first_alone
-from serve.command_line import OneLineGroup
+from serve.common.command_line import OneLineGroup
 
 app = typer.Typer(
     cls=OneLineGroup,

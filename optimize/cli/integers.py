@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 from optimize.cli.words import Store, given
-from serve.command_line import reported
-from serve.hints import DEFAULT_STORE
+from serve.common.command_line import reported
+from serve.common.hints import DEFAULT_STORE
 from serve.runtime.errors import UserError
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from rich.console import Console
 from optimize.cli.words import Execution, Measure, SkipUnreadable, Store, uncollected
 from optimize.data.formats.base import DEFAULT_DATA
 from optimize.run.drop import drop_of
-from serve.command_line import reported
-from serve.hints import DEFAULT_STORE
-from serve.layout import run_and_artifact
+from serve.common.command_line import reported
+from serve.common.hints import DEFAULT_STORE
+from serve.common.layout import run_and_artifact
 from serve.runtime.errors import PipelineError, UserError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from serve.command_line import reported
+from serve.common.command_line import reported
 
 
 def list_passes() -> None:
@@ -12,7 +12,7 @@ def list_passes() -> None:
     with reported():
         from optimize.passes.base import passes
         from optimize.store.artifact import KIND_NAMES
-        from serve.config import defaults
+        from serve.common.config import defaults
 
         console = Console()
         for step in passes().values():

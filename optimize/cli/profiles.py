@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 
 from optimize.cli.words import Store
-from serve.command_line import reported
-from serve.hints import DEFAULT_STORE
-from serve.layout import run_and_artifact
+from serve.common.command_line import reported
+from serve.common.hints import DEFAULT_STORE
+from serve.common.layout import run_and_artifact
 from serve.runtime.errors import UserError
 
 

@@ -25,9 +25,9 @@ from optimize.cli.words import (
     uncollected,
 )
 from optimize.data.formats.base import DEFAULT_DATA
-from serve import layout
-from serve.command_line import reported
-from serve.hints import DEFAULT_STORE, target
+from serve.common import layout
+from serve.common.command_line import reported
+from serve.common.hints import DEFAULT_STORE, target
 from serve.runtime.errors import PipelineError
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from optimize.cli.words import Every, Store
-from serve import layout
-from serve.command_line import reported
-from serve.hints import DEFAULT_STORE
+from serve.common import layout
+from serve.common.command_line import reported
+from serve.common.hints import DEFAULT_STORE
 from serve.runtime.errors import PipelineError, UserError
 
 _MOST_LINES = 30
@@ -66,7 +66,7 @@ def verify(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")],
     """Check every file of a run against its SHA-256, and name files that are not of it; exit code 1 if one is wrong."""
     with reported():
         from optimize.report.runs import faults_of
-        from serve.progress import shown
+        from serve.common.progress import shown
 
         with shown("verify") as bar:
             checked, faults = faults_of(store, name, bar.progressed)

@@ -9,7 +9,7 @@ import torch
 
 from optimize.data.draws import Draws
 from optimize.data.records import Augmentation
-from serve.runtime.lean_torchvision import functional as transforms
+from serve.runtime.images.lean_torchvision import functional as transforms
 
 #: What is done to training images, in words for the first lines of a run.
 IN_WORDS: dict[Augmentation, str] = {

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optimize.data.records import ImageData
+from serve.runtime.card.fields import text
 from serve.runtime.errors import CardError, UserError
-from serve.runtime.fields import text
 
 
 def with_classes(data: ImageData, given: Path | Sequence[str]) -> ImageData:

@@ -7,10 +7,10 @@ from PIL import Image
 
 from optimize.data.records import Split
 from optimize.data.sources import read_source
-from serve.runtime.budget import Budget
+from serve.runtime.card.budget import Budget
 from serve.runtime.errors import ImageError, UserError
-from serve.runtime.headers import opened
-from serve.runtime.images import is_deep, white_of
+from serve.runtime.images.headers import opened
+from serve.runtime.images.image_preprocessing import is_deep, white_of
 
 _LOOKED_AT = 16
 

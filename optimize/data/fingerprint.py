@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optimize.data.sources import Files, Selected, Source
-from serve.runtime.described import Described
+from serve.runtime.display import Described
 
 #: Splits of at most this many bytes (1 GiB) are read whole.
 CONTENT_LIMIT = 1 << 30

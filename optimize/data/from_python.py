@@ -32,12 +32,12 @@ from optimize.data.pixels import native_size
 from optimize.data.records import Augmentation, ImageData, Split
 from optimize.data.sources import Pixels, Records, Source, png, select, tiff
 from optimize.data.splits import split_off
-from serve.progress import shown
-from serve.runtime.budget import Budget
-from serve.runtime.card import Preprocessing
+from serve.common.progress import shown
+from serve.runtime.card.budget import Budget
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import ImageError, UserError
-from serve.runtime.headers import faults_named
-from serve.runtime.images import MODES, eight_bit, is_deep, upright
+from serve.runtime.images.headers import faults_named
+from serve.runtime.images.image_preprocessing import MODES, eight_bit, is_deep, upright
 
 _IN_MEMORY = 64 << 20  # more bytes than this are mapped from a file
 

@@ -18,8 +18,8 @@ from optimize.data.pixels import Fitted, Told, fitted, load
 from optimize.data.records import Split
 from optimize.data.splits import subset
 from optimize.data.unreadable import NAMED, named, refused
-from serve.runtime.card import Preprocessing
-from serve.runtime.cores import cores
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.device.cores import cores
 from serve.runtime.errors import ImageError, UserError
 
 #: How long others are looked for, in seconds, once there are too many unreadable images, so that all can be named.
@@ -70,7 +70,7 @@ def loader(
 
     Args:
         split: what to read.
-        preprocessing: how bytes become pixels; normalising is left to ``images.normalise`` on the device.
+        preprocessing: how bytes become pixels; normalising is left to ``image_preprocessing.normalise`` on the device.
         batch_size: images per batch; the last batch has what is left.
         device: where the batches will be used: for CUDA they lie in pinned memory.
         shuffle: another order in each epoch, and no batch of a single image, on which BatchNorm in

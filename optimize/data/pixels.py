@@ -19,10 +19,10 @@ from optimize.data.folders import cache_folder
 from optimize.data.records import Split
 from optimize.data.sources import Source, read_source
 from optimize.data.unreadable import refused
-from serve.runtime import images
-from serve.runtime.card import Preprocessing
-from serve.runtime.cores import cores
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.device.cores import cores
 from serve.runtime.errors import ImageError, UserError
+from serve.runtime.images import image_preprocessing
 
 #: A split whose fitted images need at most this many bytes (1 GiB) is decoded once and kept in memory.
 MEMORY_LIMIT = 1 << 30
@@ -166,7 +166,7 @@ def load(source: Source, preprocessing: Preprocessing) -> torch.Tensor:
         except OSError as error:
             raise ImageError(f"cannot be read ({error.strerror})") from None
     try:
-        return images.load(source, preprocessing)
+        return image_preprocessing.load(source, preprocessing)
     except MemoryError:
         raise ImageError("there is too little memory to decode it") from None
 
@@ -203,7 +203,7 @@ def native_size(split: Split) -> tuple[int, int] | None:
             found = (
                 source.shape
                 if isinstance(source, np.ndarray)
-                else images.decode(read_source(source), pixel_max=math.inf).shape
+                else image_preprocessing.decode(read_source(source), pixel_max=math.inf).shape
             )
             sizes.add((int(found[-2]), int(found[-1])))
         except (ImageError, MemoryError) as error:

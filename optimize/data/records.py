@@ -11,8 +11,8 @@ import torch
 
 from optimize.data.fingerprint import Fingerprint, both, fingerprint
 from optimize.data.sources import Source
-from serve.runtime.card import Preprocessing
-from serve.runtime.described import Described
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.display import Described
 
 Augmentation = Literal["none", "shift", "shift+flip"]
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from serve.runtime.errors import UserError
-from serve.runtime.images import eight_bit, white_of
+from serve.runtime.images.image_preprocessing import eight_bit, white_of
 
 #: An image: a file, its encoded bytes, or, where the preprocessing is done already, pixels ``uint8 (C, H, W)``.
 Source: TypeAlias = "Path | bytes | npt.NDArray[np.uint8]"

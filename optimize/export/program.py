@@ -15,9 +15,9 @@ from torch import nn
 from optimize.errors import PassError
 from optimize.store.artifact import WEIGHTS_FILE
 from optimize.tracing.aten_program import program_of
-from serve.runtime.card import Format
+from serve.runtime.card.card import Format
 from serve.runtime.errors import EngineError, one_line
-from serve.runtime.program_file import save_program
+from serve.runtime.model_files.program_file import save_program
 
 _MANGLED = re.compile(rb"___torch_mangle_\d+")
 

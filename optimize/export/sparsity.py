@@ -15,9 +15,9 @@ from onnx import numpy_helper
 from torch import fx
 
 from optimize.tracing.constants import attribute
-from serve.runtime.card import Format
+from serve.runtime.card.card import Format
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 
 #: Operators of an ONNX graph with weights, as their second input, and what only hands a weight on to them.
 _ONNX_LAYERS: Final = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})

@@ -19,7 +19,7 @@ from typing import Any
 
 from optimize.lint.graph import printable
 from serve.runtime.errors import UserError
-from serve.runtime.telemetry import import_onnxruntime
+from serve.runtime.model_files.telemetry import import_onnxruntime
 
 # What the process may take beside the weights, which both libraries copy.
 _ROOM = 4 << 30

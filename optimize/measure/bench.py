@@ -36,10 +36,10 @@ from optimize.store.artifact import Artifact
 from optimize.store.files import write_json
 from optimize.store.keys import AnswersKey, FootprintKey, Key, ProbeKey, SpeedKey, opening, paired
 from optimize.store.objects import Store
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import execution_id, find_engine, pair_id
 from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
-from serve.runtime.execution import Execution
-from serve.runtime.predictor import Predictor
+from serve.runtime.service.predictor import Predictor
 
 _T = TypeVar("_T")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from optimize.measure.accuracy import Answers, parity
 from optimize.measure.statistics import paired_difference
-from serve.runtime.certificate import Agreement, Certificate
+from serve.runtime.card.certificate import Agreement, Certificate
 
 
 def certificate(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from serve.runtime.described import Described
+from serve.runtime.display import Described
 
 if TYPE_CHECKING:
     from optimize.measure.statistics import PairedDifference

@@ -1,6 +1,6 @@
 """Latency and throughput of several variants, measured in turns so that a slow minute of the machine hits all alike.
 
-One call of a variant is what one request pays after decoding (`serve.runtime.predictor.infer`): the
+One call of a variant is what one request pays after decoding (`serve.runtime.service.predictor.infer`): the
 batch's way to the device, normalising, the network, the logits' way back. A turn is taken in the variant's own process
 (`take_turn`), on command of the one that has them all (`measure_speed`).
 """

@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import torch
 
-from serve.runtime.cores import quota
+from serve.runtime.card.execution import Execution
+from serve.runtime.device.cores import quota
 from serve.runtime.engines.base import engines
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
 
 _LIBRARIES = ("torch", "torchvision", "onnx", "onnxscript", "numpy", "pillow")
 _ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16", "asimddp")

@@ -16,8 +16,8 @@ from optimize.listener import SILENT, Listener
 from optimize.measure import processes
 from optimize.measure.figures import Footprint
 from optimize.measure.processes import Worker
+from serve.runtime.card.execution import Execution
 from serve.runtime.errors import EngineError, UserError
-from serve.runtime.execution import Execution
 
 #: Held by whoever times anything on this machine, whichever user it is: not where TMPDIR says, which differs by user
 #: and by job. Whoever comes first makes the file, and all others may lock it; what is in it means nothing, and filelock

@@ -21,8 +21,8 @@ import torch
 
 from optimize.measure.timing import Timing
 from optimize.measure.worker import receive, send
+from serve.runtime.card.execution import ENVIRONMENT, STARTED_WITH, Execution
 from serve.runtime.errors import EngineError, PipelineError, UserError
-from serve.runtime.execution import ENVIRONMENT, STARTED_WITH, Execution
 
 #: Beginnings of the names of variables that change how fast, or how, the libraries compute.
 _READ_BY_LIBRARIES: Final = (

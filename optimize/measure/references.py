@@ -15,12 +15,12 @@ from torch import nn
 
 from optimize.measure.latency import Call
 from optimize.models.by_value import pickled_by_value
-from serve.runtime.card import Preprocessing
-from serve.runtime.cores import cores
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.card.execution import keep_memory
+from serve.runtime.device.cores import cores
+from serve.runtime.device.transfer import open_transfer
 from serve.runtime.errors import EngineError
-from serve.runtime.execution import keep_memory
-from serve.runtime.predictor import infer
-from serve.runtime.transfer import open_transfer
+from serve.runtime.service.predictor import infer
 
 
 class Reference(NamedTuple):

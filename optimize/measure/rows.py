@@ -16,11 +16,11 @@ from optimize.measure.figures import Difference, Measured, Record, Timed
 from optimize.measure.timing import Timing
 from optimize.store.effects import Effect
 from optimize.store.history import History
-from serve.runtime.card import Preprocessing
-from serve.runtime.certificate import Certificate
-from serve.runtime.described import glance
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.card.certificate import Certificate
+from serve.runtime.card.execution import Execution
+from serve.runtime.display import glance
 from serve.runtime.errors import CardError, UserError
-from serve.runtime.execution import Execution
 
 #: Version of ``report.json``.
 SCHEMA: Final = 4

@@ -17,8 +17,8 @@ from optimize.measure.pool import Pool
 from optimize.measure.processes import Worker
 from optimize.measure.statistics import RatioInterval, ratio_interval
 from optimize.measure.timing import Timing
+from serve.runtime.card.execution import Execution
 from serve.runtime.errors import PipelineError
-from serve.runtime.execution import Execution
 
 _WHOLE, _OTHER = "whole", "other"
 

@@ -11,7 +11,7 @@ import torch
 from optimize.measure.machine import machine, versions
 from optimize.measure.processes import environment
 from optimize.store.sources import code_of
-from serve.runtime.execution import Execution
+from serve.runtime.card.execution import Execution
 
 
 def surroundings(*executions: Execution, makers: Sequence[Callable[..., Any]]) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field, PlainSerializer, PlainValidator, field_validator
 
-from serve.config import Config
+from serve.common.config import Config
+from serve.runtime.card.execution import Execution
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
 
 
 def _wanted(body: object) -> str | Execution:

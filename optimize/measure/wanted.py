@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from serve.runtime.card import Card
+from serve.runtime.card.card import Card
+from serve.runtime.card.execution import Execution
+from serve.runtime.device.cpu_integers import saturates
 from serve.runtime.engines.base import execution_id, executions_for, find_engine
 from serve.runtime.errors import EngineError, UserError
-from serve.runtime.execution import Execution
-from serve.runtime.integers import saturates
 
 #: An engine's name, for it with its usual settings on every device that is measured; or one execution.
 Wanted = str | Execution

@@ -87,10 +87,10 @@ class Child:
 
     def open(self, payload: bytearray, folder: str, execution: Mapping[str, Any], max_batch: int) -> dict[str, Any]:
         """Open an artifact's folder, whose files are checked; ``load_ms`` is without importing any library."""
+        from serve.runtime.card.execution import Execution, settle
         from serve.runtime.engines.base import find_engine, unavailable
         from serve.runtime.errors import EngineError
-        from serve.runtime.execution import Execution, settle
-        from serve.runtime.predictor import Predictor
+        from serve.runtime.service.predictor import Predictor
 
         by = Execution.from_json(execution)
         settle(by, computes_with_torch=find_engine(by.engine).computes_with_torch)
@@ -230,7 +230,7 @@ def prepare() -> None:
     del os.environ["OPENBLAS_NUM_THREADS"]
     if given is not None:
         os.environ["OPENBLAS_NUM_THREADS"] = given
-    for name in ("optimize.measure.references", "serve.runtime.predictor", "torchvision.models", *OPENED_LATER):
+    for name in ("optimize.measure.references", "serve.runtime.service.predictor", "torchvision.models", *OPENED_LATER):
         importlib.import_module(name)
     from serve.runtime.engines.base import engines
 

@@ -19,7 +19,7 @@ from torch import nn
 from optimize.models.live import module_digest, tensors_digest
 from optimize.models.source import ModelSource
 from optimize.store.keys import make_key
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 
 _IMAGES = 2  # a norm in training needs more than one value
 #: Decimals of an answer's largest number that count: threads add in another order, and their last digits differ.

@@ -19,7 +19,7 @@ from torch import nn
 
 from optimize.models.stated_classes import metadata_of, stated_classes
 from optimize.models.unpickling import load_pickle
-from serve.runtime.card import sha256_file
+from serve.runtime.card.card import sha256_file
 from serve.runtime.errors import UserError, did_you_mean, first_line, listed
 
 WEIGHTS_KEY = "--weights-key"

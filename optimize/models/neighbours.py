@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 from optimize.store.sources import PROJECT, imported_names, without_comments
-from serve.runtime.card import sha256_file
+from serve.runtime.card.card import sha256_file
 from serve.runtime.errors import UserError
 
 _SUFFIXES = tuple(importlib.machinery.all_suffixes())

@@ -16,9 +16,9 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from optimize.data.records import ImageData
 from optimize.models.source import ModelSource
-from serve.config import Config, faults
-from serve.runtime.card import MOST_CHANNELS, Interpolation, Preprocessing
-from serve.runtime.described import Described, glance
+from serve.common.config import Config, faults
+from serve.runtime.card.card import MOST_CHANNELS, Interpolation, Preprocessing
+from serve.runtime.display import Described, glance
 from serve.runtime.errors import CardError, UserError
 
 #: What a model gets that declares nothing, size apart: ImageNet's statistics.

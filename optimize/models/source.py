@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from serve.runtime.card import Preprocessing
-from serve.runtime.described import Described
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.display import Described
 from serve.runtime.errors import UserError, one_line
 
 Origin = Literal["torchvision", "timm", "user", "module"]

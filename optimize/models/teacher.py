@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from serve.runtime.card import Card, Preprocessing
-from serve.runtime.described import Described
+from serve.runtime.card.card import Card, Preprocessing
+from serve.runtime.card.execution import Execution
+from serve.runtime.display import Described
 from serve.runtime.engines.base import Engine, open_engine
-from serve.runtime.execution import Execution
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from optimize.models.source import ModelSource
-from serve.runtime.card import Interpolation, Preprocessing
+from serve.runtime.card.card import Interpolation, Preprocessing
 from serve.runtime.errors import UserError, did_you_mean, first_line
 
 PREFIX = "timm:"

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from optimize.models.source import ModelSource
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError, did_you_mean, first_line
-from serve.runtime.lean_torchvision import models, torchvision
+from serve.runtime.images.lean_torchvision import models, torchvision
 
 
 def torchvision_source(name: str) -> ModelSource:

@@ -22,8 +22,8 @@ from optimize.models.neighbours import (
 )
 from optimize.models.preprocessing import FALLBACK, parse_preprocessing
 from optimize.models.source import ModelSource
-from serve.layout import expanded
-from serve.runtime.card import Preprocessing
+from serve.common.layout import expanded
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import CardError, UserError, did_you_mean, one_line
 
 

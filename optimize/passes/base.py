@@ -17,9 +17,9 @@ from optimize.context import Context
 from optimize.models.live import live_digest
 from optimize.store.artifact import EAGER, KIND_NAMES, Artifact, Kind, Product
 from optimize.tracing.custom_gradients import lost_gradients
-from serve.config import Config
+from serve.common.config import Config
+from serve.runtime.card.execution import Execution
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
 from serve.runtime.registry import Registry, defined_at
 
 C = TypeVar("C", bound=Config)

@@ -18,9 +18,9 @@ from optimize.export.program import write_script
 from optimize.passes.base import Pass, register
 from optimize.quantization.gate import IMAGES, Gate, check_answers
 from optimize.store.artifact import Artifact, Product
+from serve.runtime.device.cpu_integers import ANY_X86
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.integers import ANY_X86
-from serve.runtime.script_file import load_script
+from serve.runtime.model_files.script_file import load_script
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 # How they are made, beside their sizes and biases.

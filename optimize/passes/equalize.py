@@ -20,7 +20,7 @@ from optimize.store.artifact import Artifact, Product
 from optimize.store.effects import write_effects
 from optimize.tracing.equivalence import require_alike
 from optimize.tracing.trace import trace
-from serve.config import Config
+from serve.common.config import Config
 
 
 class Equalize(Config):

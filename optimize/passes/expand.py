@@ -27,7 +27,7 @@ from optimize.tracing.naming import free_name
 from optimize.tracing.trace import calls, trace
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
-from serve.config import Config
+from serve.common.config import Config
 
 Kind = Literal["repvgg", "acnet"]
 

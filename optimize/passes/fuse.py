@@ -17,7 +17,7 @@ from optimize.store.artifact import Artifact, Product
 from optimize.tracing.equivalence import require_alike
 from optimize.tracing.folding import fuse_module
 from optimize.tracing.trace import LEFT, without_autocast
-from serve.config import Config
+from serve.common.config import Config
 
 
 class Fuse(Config):

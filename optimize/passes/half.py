@@ -19,7 +19,7 @@ from optimize.export.program import write_program
 from optimize.passes.base import Pass, register
 from optimize.quantization.rewrites.computed_weights import store_weights
 from optimize.store.artifact import Artifact, Product
-from serve.config import Config
+from serve.common.config import Config
 
 #: Training images whose answers must be finite.
 _IMAGES = 8

@@ -22,7 +22,7 @@ from optimize.store.effects import Effect, write_effects
 from optimize.tracing.branches import Block, merge_blocks
 from optimize.tracing.equivalence import require_alike
 from optimize.tracing.trace import trace
-from serve.config import Config
+from serve.common.config import Config
 
 PEAKED = "largest weight of a channel to their root mean square, worst channel"
 

@@ -17,7 +17,7 @@ from optimize.export.onnx_graph.write import check_against, export_onnx
 from optimize.passes.base import Pass, register
 from optimize.quantization.rewrites.computed_weights import store_weights
 from optimize.store.artifact import Artifact, Product
-from serve.config import Config
+from serve.common.config import Config
 
 #: Training images whose answers must be finite, and are compared.
 _IMAGES = 8

@@ -29,10 +29,10 @@ from optimize.quantization.lowering.qdq import QdqSummary, lower
 from optimize.quantization.targets import Target, TargetName, target_named
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, Product
 from optimize.store.files import write_json
-from serve.runtime.buckets import DEFAULT_BUCKETS
+from serve.runtime.device.buckets import DEFAULT_BUCKETS
+from serve.runtime.device.cpu_integers import TENSORRT
 from serve.runtime.engines.onnxruntime_tensorrt import PROFILE_ENDING, profile
-from serve.runtime.integers import TENSORRT
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 
 #: Graph structure, scales and names: what a file needs beside its weights, however small the network.
 _STRUCTURE_BYTES = 256 << 10

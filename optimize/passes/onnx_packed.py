@@ -18,8 +18,8 @@ from optimize.quantization.gate import IMAGES
 from optimize.quantization.lowbit.execution_kind import OF_FLOAT, of_packed
 from optimize.quantization.lowering.qdq import LINTED
 from optimize.store.artifact import Artifact, Product
-from serve.config import Config
-from serve.runtime.integers import TENSORRT
+from serve.common.config import Config
+from serve.runtime.device.cpu_integers import TENSORRT
 
 
 class OnnxPacked(Config):

@@ -35,8 +35,8 @@ from optimize.quantization.targets import target_named
 from optimize.store.artifact import Artifact, Product
 from optimize.training.config import TrainingConfig, by_optimizer
 from optimize.training.loop import train
+from serve.runtime.device.cpu_integers import WEIGHT_MAX
 from serve.runtime.errors import UserError
-from serve.runtime.integers import WEIGHT_MAX
 
 
 class QatLowbit(TrainingConfig, LowBitTraining):

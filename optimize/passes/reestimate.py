@@ -19,8 +19,8 @@ from optimize.export.program import write_program, write_weights
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
 from optimize.store.effects import Effect, write_effects
-from serve.config import Config
-from serve.runtime.images import normalise
+from serve.common.config import Config
+from serve.runtime.images.image_preprocessing import normalise
 
 MEAN = "running mean of the norm (RMS over channels)"
 DEVIATION = "running deviation of the norm (mean over channels)"

@@ -17,8 +17,8 @@ from optimize.precision.sensitivity import one_image
 from optimize.run.job import Job, open_job
 from optimize.run.pipeline import make_baseline
 from optimize.run.recipe import DEFAULT_RECIPE, load_recipe
-from serve.config import defaults
-from serve.hints import command
+from serve.common.config import defaults
+from serve.common.hints import command
 
 #: Settings of a job that stand elsewhere in a command, and those that a search is not given.
 _SAID_OTHERWISE: Final = frozenset({"model", "recipe", "store", "preprocessing", "recommend"})

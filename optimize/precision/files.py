@@ -14,7 +14,8 @@ from optimize.precision.table import sensitivity_markdown
 from optimize.run.recipe import Recipe
 from optimize.store.files import write_atomically, write_json
 from optimize.store.objects import Store
-from serve import layout, sealed
+from serve.common import layout
+from serve.runs import sealed_files
 
 RECIPE_FILE: Final = "recipe.yaml"
 #: Of a recipe, beside its stages.
@@ -29,7 +30,7 @@ def write_sensitivity(found: Sensitivity, keys: Collection[str], store: Store, n
         write_json(found.to_json(), folder / "sensitivity.json")
         write_atomically(folder / "sensitivity.md", sensitivity_markdown(found).encode())
         write_atomically(folder / "sensitivity.svg", sensitivity_svg(found))
-        sealed.seal(folder)
+        sealed_files.seal(folder)
     return folder
 
 
@@ -54,7 +55,7 @@ def write_search(found: Found, keys: Collection[str], store: Store, name: str, r
             write_atomically(folder / RECIPE_FILE, _recipe(found, recipe).encode())
         else:
             (folder / RECIPE_FILE).unlink(missing_ok=True)
-        sealed.seal(folder)
+        sealed_files.seal(folder)
     return folder
 
 

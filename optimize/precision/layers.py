@@ -27,7 +27,7 @@ from optimize.store.files import write_json
 from optimize.store.keys import RanksKey, content
 from optimize.store.sources import code_of
 from serve.runtime.errors import UserError
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 
 #: Calibration images that the answers of each simulation are compared on.
 _JUDGED: Final = 64

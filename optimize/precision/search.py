@@ -38,7 +38,7 @@ from optimize.run.results import Measurements, measure
 from optimize.run.session import Session, Step
 from optimize.run.turns import Turns
 from optimize.store.artifact import Artifact
-from serve.config import Config
+from serve.common.config import Config
 from serve.runtime.errors import EngineError, PipelineError, UserError
 
 #: Trials that are measured once more at the end, in turns with everything else.

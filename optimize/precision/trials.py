@@ -19,9 +19,9 @@ from optimize.run.session import Session, Step
 from optimize.run.turns import fastest
 from optimize.store.artifact import Artifact
 from optimize.store.keys import make_key
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import execution_id, find_engine
 from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
-from serve.runtime.execution import Execution
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import Final
 import torch
 
 from optimize.export.macs import Work
-from serve.runtime.card import Card
+from serve.runtime.card.card import Card
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import Engine, open_engine
-from serve.runtime.execution import Execution
-from serve.runtime.predictor import infer
 from serve.runtime.registry import Registry
+from serve.runtime.service.predictor import infer
 
 #: Calls before the first that counts: TorchScript optimises on its second.
 WARM_CALLS: Final = 3

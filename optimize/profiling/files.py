@@ -17,8 +17,9 @@ from optimize.report.words import number
 from optimize.store.files import write_atomically, write_json
 from optimize.store.keys import content
 from optimize.store.objects import Store
-from serve import layout, sealed
-from serve.runtime.card import read_card
+from serve.common import layout
+from serve.runs import sealed_files
+from serve.runtime.card.card import read_card
 from serve.runtime.errors import CardError, UserError
 
 
@@ -45,17 +46,17 @@ def write_profile(found: Profiled, store: Path, run: str) -> Path:
             title = f"{found.title}: {found.artifact} by {one.runs_on}, batch {found.batch}"
             written.append(folder / f"{chart_name(found.artifact, one.runs_on)}.svg")
             write_atomically(written[-1], profile_svg(title, one))
-        if sealed.is_sealed(folder):
-            sealed.reseal(folder, written)
+        if sealed_files.is_sealed(folder):
+            sealed_files.reseal(folder, written)
         else:
-            sealed.seal(folder)
+            sealed_files.seal(folder)
     return folder
 
 
 def layer_charts(store: Path, run: str) -> list[LayerChart]:
     """The charts of a run's profiles, without those of artifacts that were made anew since, and damaged ones."""
     found = []
-    whole = functools.partial(sealed.holds, _folder(store, run))
+    whole = functools.partial(sealed_files.holds, _folder(store, run))
     for path in sorted(_folder(store, run).glob("*.json")):
         try:
             profiled = Profiled.from_json(json.loads(path.read_text(encoding="utf-8")))
@@ -79,7 +80,7 @@ def write_page(store: Path, run: str) -> None:
         report = report_of(store, run)
         page = store / run / layout.PAGE_FILE
         write_html(report, page, stored_charts(report, objects), layer_charts(store, run))
-        sealed.reseal(page.parent, [page])
+        sealed_files.reseal(page.parent, [page])
 
 
 def _folder(store: Path, run: str) -> Path:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from optimize.export.macs import program_work
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 
 
 def layer_name(node: fx.Node) -> str:

@@ -15,10 +15,10 @@ from optimize.profiling.base import WARM_CALLS, Piece, Subject, readers
 from optimize.profiling.names import float_layers
 from optimize.profiling.peaks import copy_rate, peak
 from optimize.profiling.records import Layer, Profile
-from serve.runtime.card import load_card
+from serve.runtime.card.card import load_card
+from serve.runtime.card.execution import Execution, settle
 from serve.runtime.engines.base import execution_id, find_engine, unavailable
 from serve.runtime.errors import EngineError
-from serve.runtime.execution import Execution, settle
 
 #: Seconds of calls that are timed, whole ones and looked into each, and how many at least and at most.
 _SECONDS: Final = 1.0

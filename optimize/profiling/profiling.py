@@ -17,10 +17,10 @@ from optimize.profiling.base import readers
 from optimize.profiling.process import in_process
 from optimize.profiling.records import Profile, Profiled
 from optimize.store.keys import content
-from serve.runtime.card import Card, load_card
+from serve.runtime.card.card import Card, load_card
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import execution_id, executions_for, find_engine
 from serve.runtime.errors import CardError, PipelineError, UserError
-from serve.runtime.execution import Execution
 
 #: Images at most; a batch is held as bytes, and every activation of it.
 MOST_IMAGES: Final = 1024

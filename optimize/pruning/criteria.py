@@ -11,7 +11,7 @@ from torch import fx
 from optimize.context import Context
 from optimize.pruning.groups import Grouping
 from optimize.training.objective import label_loss
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 
 Criterion = Literal["l1", "l2", "bn", "group", "taylor"]
 

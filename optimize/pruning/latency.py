@@ -32,12 +32,12 @@ from optimize.pruning.surgery import remove
 from optimize.store.files import write_json
 from optimize.tracing.folding import fuse_module
 from optimize.training.checkpoints import fingerprint
-from serve.config import Config
-from serve.runtime.card import Card, Format, sha256_file, write_card
-from serve.runtime.documents import sealed, unsealed
+from serve.common.config import Config
+from serve.runtime.card.card import Card, Format, sha256_file, write_card
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.json_documents import sealed, unsealed
 from serve.runtime.engines.base import execution_id, find_engine
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
 
 #: What a float network can be written as, the first that an engine opens.
 _FORMATS: Final[tuple[Format, ...]] = ("onnx", "exported_program", "torchscript")

@@ -14,7 +14,7 @@ from optimize.models.patterns import classes, matching, unmatched
 from optimize.store.history import History
 from optimize.training.config import Retraining, TrainingConfig
 from optimize.training.loop import train
-from serve.config import Config
+from serve.common.config import Config
 from serve.runtime.errors import UserError
 
 

@@ -18,7 +18,7 @@ from optimize.context import Context
 from optimize.quantization.observers import MeanMinMaxObserver, activations, observe, watched
 from optimize.quantization.pixel_ties import part_from_ties
 from optimize.quantization.ranges import CountingObserver
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 
 
 class Batches(Iterable[tuple[torch.Tensor, torch.Tensor]], Protocol):

@@ -63,7 +63,7 @@ from optimize.tracing.naming import free_name
 from optimize.tracing.trace import note_shapes, trace
 from optimize.tracing.zero_padding import call_pads, fold_padding
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.program_file import save_program
+from serve.runtime.model_files.program_file import save_program
 
 _NOTHING = "torch.ao.quantization found no layer that it can quantize in this model"
 

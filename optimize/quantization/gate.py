@@ -11,10 +11,10 @@ from pydantic import Field
 from optimize.errors import PassError
 from optimize.measure.statistics import sqnr_db
 from optimize.store.artifact import REFERENCE_FILE
-from serve.config import Config
+from serve.common.config import Config
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.program_file import load_program
-from serve.runtime.script_file import load_script
+from serve.runtime.model_files.program_file import load_program
+from serve.runtime.model_files.script_file import load_script
 
 #: Training images that answers are compared on.
 IMAGES = 32

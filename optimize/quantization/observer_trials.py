@@ -13,7 +13,7 @@ from optimize.quantization.gate import sqnr
 from optimize.quantization.observer_choice import Observer
 from optimize.quantization.ranges import OBSERVERS
 from optimize.quantization.simulate import simulated
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 
 #: Of four images one is kept to judge by.
 _JUDGED = 4

@@ -34,8 +34,8 @@ from torch.nn import functional
 
 from optimize.quantization.observer_choice import Observer, maker
 from optimize.tracing.zero_padding import LAYERS as ZEROS
+from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT, VNNI_X86, WEIGHT_MAX, has_vnni, saturates
 from serve.runtime.errors import UserError
-from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86, WEIGHT_MAX, has_vnni, saturates
 
 _TRANSPOSED = (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
 _MEANS = (
@@ -55,7 +55,7 @@ class Target:
     ``[−weight_max, weight_max]``, one scale per output channel, so that −w is representable whenever w is.
 
     Attributes:
-        name: the word for it in recipes and cards; see `serve.runtime.integers`.
+        name: the word for it in recipes and cards; see `serve.runtime.device.cpu_integers`.
         activation_max: largest integer of an activation.
         activation_min: least integer of an activation.
         weight_max: largest integer of a weight.

@@ -13,7 +13,7 @@ from optimize.certify.records import LEAST_EQUAL, MOST_STEPS, Engine, LayerParit
 from optimize.report.console import output
 from optimize.report.parities import HEADS, cells, explained, missing
 from optimize.report.words import NONE, count, plural
-from serve.runtime.certificate import Certificate
+from serve.runtime.card.certificate import Certificate
 
 
 def print_engines(engines: Sequence[Engine]) -> None:

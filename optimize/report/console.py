@@ -7,7 +7,7 @@ from typing import Final
 
 from rich.console import Console, RenderableType
 
-from serve.progress import in_notebook
+from serve.common.progress import in_notebook
 
 #: Characters that a line may have where nobody limits it.
 UNBOUNDED: Final = 1000

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from optimize.measure.rows import Results, Row
 from optimize.report.words import NONE, count, number, percent, points, signed, small
-from serve.runtime.certificate import LEAST_AGREEMENT, Agreement, Certificate
+from serve.runtime.card.certificate import LEAST_AGREEMENT, Agreement, Certificate
 
 #: Above a table of `cells`.
 HEADS = ("execution", "same top-1 %", "SQNR dB", "largest difference", "Δ top-1", "95 %", "gained, lost")

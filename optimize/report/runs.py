@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from optimize.measure.rows import SCHEMA, Report, Row
 from optimize.report.words import NONE, moment, percent, times
-from serve import layout, sealed
-from serve.runtime.card import CARD_FILE, Card, load_card, read_card
+from serve.common import layout
+from serve.runs import sealed_files
+from serve.runtime.card.card import CARD_FILE, Card, load_card, read_card
 from serve.runtime.errors import UserError, did_you_mean
 
 #: What stands above `RunSummary.cells`.
@@ -78,7 +79,7 @@ def report_of(store: Path, run: str) -> Report:
             not what the run was sealed with.
     """
     report = _parsed(store, run)
-    sealed.require(store / run, layout.REPORT_FILE)
+    sealed_files.require(store / run, layout.REPORT_FILE)
     return report
 
 
@@ -118,14 +119,14 @@ def card_of(store: Path, run: str, artifact: str) -> str:
         CardError: the card is missing or damaged.
     """
     folder = artifact_folder(store, run, artifact)
-    sealed.require(store / run, (folder / CARD_FILE).relative_to(store / run).as_posix())
+    sealed_files.require(store / run, (folder / CARD_FILE).relative_to(store / run).as_posix())
     read_card(folder)
     return (folder / CARD_FILE).read_text(encoding="utf-8")
 
 
 def faults_of(
     store: Path, name: str, told: Callable[[float, str], None] = lambda share, name: None
-) -> tuple[int, list[sealed.Fault]]:
+) -> tuple[int, list[sealed_files.Fault]]:
     """Check every file of a run, or the folder and the archive of ``run/artifact``.
 
     Args:
@@ -146,7 +147,7 @@ def faults_of(
     if only:
         _check_artifact(run, only, rows)
         rows = tuple(row for row in rows if row.name == only)
-    left = sealed.names(folder)
+    left = sealed_files.names(folder)
     checked = 0
     faults = []
     for done, row in enumerate(rows):
@@ -158,8 +159,8 @@ def faults_of(
         archive = layout.archive_path(store, run, row.name)
         own = [each for each in left if each.startswith(beneath) or layout.archive_of(folder / each) == archive]
         left = [each for each in left if each not in own]
-        faults += sealed.faults(folder, own)
-    return checked, faults if only else faults + sealed.faults(folder, left)
+        faults += sealed_files.faults(folder, own)
+    return checked, faults if only else faults + sealed_files.faults(folder, left)
 
 
 def artifact_folder(store: Path, run: str, artifact: str) -> Path:

@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.markup import escape
 
-from serve.progress import ProgressBar, surface
+from serve.common.progress import ProgressBar, surface
 
 
 class Display:

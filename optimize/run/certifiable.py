@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optimize.report.runs import artifact_folder
-from serve.layout import run_and_artifact
-from serve.runtime.card import Card, load_card
+from serve.common.layout import run_and_artifact
+from serve.runtime.card.card import Card, load_card
 from serve.runtime.errors import UserError
 
 #: The reference program beside a quantized artifact (`optimize.store.artifact`, which needs torch).

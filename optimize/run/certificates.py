@@ -22,13 +22,13 @@ from optimize.store.artifact import REFERENCE_FILE, Artifact
 from optimize.store.files import write_json
 from optimize.store.keys import CertificateKey, NamedKey
 from optimize.store.sources import code_of
-from serve.runtime.card import read_card, write_card
-from serve.runtime.certificate import Certificate
+from serve.runtime.card.card import read_card, write_card
+from serve.runtime.card.certificate import Certificate
+from serve.runtime.card.execution import Execution
+from serve.runtime.device.cpu_integers import TENSORRT
 from serve.runtime.engines.base import engines, execution_id
 from serve.runtime.errors import PipelineError, UserError, message_of
-from serve.runtime.execution import Execution
-from serve.runtime.integers import TENSORRT
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 
 #: ONNX Runtime that runs every node as it is written.
 UNOPTIMIZED = Execution("onnxruntime", options={"optimizations": False})

@@ -26,12 +26,12 @@ from optimize.run.identity import identity_of
 from optimize.store.files import write_json
 from optimize.store.keys import LayersKey, opening
 from optimize.store.objects import Store
-from serve import layout
-from serve.runtime.card import Card, read_card
+from serve.common import layout
+from serve.runtime.card.card import Card, read_card
+from serve.runtime.card.execution import Execution
+from serve.runtime.device.cpu_integers import TENSORRT, saturates
 from serve.runtime.engines.base import execution_id, find_engine
 from serve.runtime.errors import PipelineError, UserError
-from serve.runtime.execution import Execution
-from serve.runtime.integers import TENSORRT, saturates
 
 _FILE = "layers.json"
 

@@ -30,12 +30,13 @@ from optimize.report.runs import report_of
 from optimize.run.recommendation import Recommend, recommend
 from optimize.run.turns import turns
 from optimize.store.objects import Store
-from serve import layout, sealed
-from serve.runs import sample_image
-from serve.runtime.card import read_card
+from serve.common import layout
+from serve.runs import sealed_files
+from serve.runs.stored_runs import sample_image
+from serve.runtime.card.card import read_card
 from serve.runtime.engines.base import executions_for, pair_id
 from serve.runtime.errors import EngineError, PipelineError, UserError, did_you_mean
-from serve.runtime.images import load
+from serve.runtime.images.image_preprocessing import load
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def _turn(store: Path, contestant: _Contestant, worker: Worker, timing: Timing) 
     sample = sample_image(store, contestant.run)
     if sample is None:
         raise UserError(f"{store / contestant.run} has no sample image; run {contestant.run} again")
-    sealed.require(store / contestant.run, sample.name)
+    sealed_files.require(store / contestant.run, sample.name)
     image = load(sample.read_bytes(), read_card(contestant.folder).preprocessing)
     for size in timing.batch_sizes:
         worker.keep(image.expand(size, -1, -1, -1))

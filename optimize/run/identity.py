@@ -10,7 +10,8 @@ from pathlib import Path
 from optimize.data.records import ImageData
 from optimize.models.source import ModelSource
 from optimize.store.files import write_json
-from serve import layout, sealed
+from serve.common import layout
+from serve.runs import sealed_files
 from serve.runtime.errors import UserError
 
 
@@ -70,7 +71,7 @@ def refuse_replacing(folder: Path, own: Identity) -> None:
 
 def identity_of(folder: Path) -> Identity | None:
     """Whose the run in ``folder`` is; None if there is no run, or nobody can tell: the file is damaged."""
-    if sealed.is_sealed(folder) and not sealed.holds(folder, layout.IDENTITY_FILE):
+    if sealed_files.is_sealed(folder) and not sealed_files.holds(folder, layout.IDENTITY_FILE):
         return None
     try:
         return Identity(**json.loads((folder / layout.IDENTITY_FILE).read_text(encoding="utf-8")))

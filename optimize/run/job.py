@@ -35,9 +35,9 @@ from optimize.store.objects import Store
 from optimize.training.distributed.environment import processes
 from optimize.training.distributed.first_process import only_first
 from optimize.training.events import tensorboard
-from serve import layout
-from serve.config import Config
-from serve.runtime.cores import cores
+from serve.common import layout
+from serve.common.config import Config
+from serve.runtime.device.cores import cores
 from serve.runtime.errors import did_you_mean
 
 _LONGEST_NAME = 128  # with an artifact's, of 64, and endings, a file's name of at most 255

@@ -36,7 +36,8 @@ from optimize.run.session import BASELINE, Step
 from optimize.run.skips import not_made, skip_of
 from optimize.store.files import write_atomically, write_json
 from optimize.training.config import trains
-from serve import layout, sealed
+from serve.common import layout
+from serve.runs import sealed_files
 from serve.runtime.errors import EngineError, PipelineError, UserError, message_of
 
 
@@ -123,7 +124,9 @@ def run(job: Job, listener: Listener) -> Outcome:
             else:
                 (folder / layout.PLOT_FILE).unlink(missing_ok=True)
             write_json(report.to_json(), folder / layout.REPORT_FILE)
-            sealed.seal(folder, published.digests)  # the last: what is killed before it is made again by the next run
+            sealed_files.seal(
+                folder, published.digests
+            )  # the last: what is killed before it is made again by the next run
     return Outcome(report, folder)
 
 

@@ -18,17 +18,17 @@ from optimize.store.files import TEMPORARY, write_atomically, write_json
 from optimize.store.keys import ArchiveKey
 from optimize.store.objects import Store
 from optimize.store.sources import code_of
-from serve import layout
-from serve.options import ServingOptions
-from serve.packing import write_bill
-from serve.runtime.card import CARD_FILE, Card, write_card
+from serve.common import layout
+from serve.common.options import ServingOptions
+from serve.packing.pack import write_bill
+from serve.runtime.card.card import CARD_FILE, Card, write_card
+from serve.runtime.card.evidence import Evidence
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.known_answer import KNOWN_FILE, KnownAnswer
+from serve.runtime.card.serving import SERVING_FILE, Serving
 from serve.runtime.engines.base import chain_for, execution_id
-from serve.runtime.evidence import Evidence
-from serve.runtime.execution import Execution
-from serve.runtime.known import KNOWN_FILE, KnownAnswer
-from serve.runtime.serving import SERVING_FILE, Serving
 from serve.torchserve import server
-from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
 
 #: What was measured of a published artifact, beside its card: measuring again must not make another archive.

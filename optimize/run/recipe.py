@@ -29,10 +29,10 @@ from optimize.run.session import BASELINE
 from optimize.store.artifact import KIND_NAMES
 from optimize.training.config import TrainingConfig, distillations
 from optimize.training.distil import SELF, Distil
-from serve.config import Config, faults, settings_within
-from serve.options import ServingOptions
+from serve.common.config import Config, faults, settings_within
+from serve.common.options import ServingOptions
+from serve.common.yaml_numbers import Loader
 from serve.runtime.errors import UserError, did_you_mean, one_line
-from serve.yaml_numbers import Loader
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "default.yaml"
 

@@ -22,7 +22,7 @@ from optimize.measure.statistics import (
 from optimize.report.words import number, percent, points, times
 from optimize.run.missing_graph import missing_graph
 from optimize.run.proof import Tested, first_level, most_of_one, prove
-from serve.config import Config
+from serve.common.config import Config
 
 Objective = Literal["latency", "p95", "throughput", "size"]
 

@@ -15,8 +15,8 @@ from optimize.run.identity import identity_of
 from optimize.run.job import Job, open_job
 from optimize.run.saved import take
 from optimize.run.session import Session, Step
-from serve import layout
-from serve.runtime.card import load_card
+from serve.common import layout
+from serve.runtime.card.card import load_card
 from serve.runtime.errors import UserError
 
 

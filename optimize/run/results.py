@@ -24,8 +24,8 @@ from optimize.run.session import Step
 from optimize.run.turns import Turns, fastest, turns
 from optimize.store.artifact import Artifact
 from optimize.store.effects import read_effects
+from serve.runtime.card.execution import Execution
 from serve.runtime.errors import EngineError, PipelineError, UserError, message_of
-from serve.runtime.execution import Execution
 
 _T = TypeVar("_T")
 

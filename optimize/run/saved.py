@@ -13,7 +13,7 @@ from optimize.run.session import BASELINE, Planned, Session, Step, first_module
 from optimize.store.artifact import EAGER, Artifact, Kind, Made, Product, write_product
 from optimize.store.keys import TakenKey, opening
 from optimize.store.objects import StoredObject
-from serve.runtime.card import Ancestor, Card, load_card
+from serve.runtime.card.card import Ancestor, Card, load_card
 from serve.runtime.errors import CardError, UserError
 
 

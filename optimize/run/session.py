@@ -39,9 +39,9 @@ from optimize.store.sources import code_of
 from optimize.training.baseline import make_baseline, new_module
 from optimize.training.config import TrainingConfig, distillations, in_words, inputs, trains
 from optimize.training.events import write_histories
-from serve.config import Config
-from serve.runtime.card import Ancestor, Card, read_card, write_card
-from serve.runtime.described import Described
+from serve.common.config import Config
+from serve.runtime.card.card import Ancestor, Card, read_card, write_card
+from serve.runtime.display import Described
 from serve.runtime.errors import UserError
 
 BASELINE = "baseline"

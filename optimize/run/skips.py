@@ -7,7 +7,7 @@ from typing import Literal
 from optimize.errors import NotApplicableError
 from optimize.measure.rows import Row, Skip
 from optimize.passes.base import pass_of
-from serve.config import Config
+from serve.common.config import Config
 from serve.runtime.errors import EngineError, message_of
 
 

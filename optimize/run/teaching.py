@@ -25,11 +25,11 @@ from optimize.store.keys import content, make_key
 from optimize.store.sources import source_digest
 from optimize.training.baseline import new_module
 from optimize.training.distil import SELF, Distil, TeacherModel
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import find_engine, preferred
 from serve.runtime.errors import UserError, did_you_mean
-from serve.runtime.execution import Execution
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 
 #: Images whose answers tell what a teacher ends in.
 _EXAMPLES = 8

@@ -17,8 +17,8 @@ from torch import nn
 from optimize.errors import PassError
 from optimize.store.files import write_json
 from optimize.store.history import History
-from serve.runtime.card import Card, Device, Format, InputType, Probabilities, load_card
-from serve.runtime.described import Described
+from serve.runtime.card.card import Card, Device, Format, InputType, Probabilities, load_card
+from serve.runtime.display import Described
 from serve.runtime.errors import CardError, UserError
 
 #: What an artifact is, as far as the passes that may follow it care.

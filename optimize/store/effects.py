@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optimize.store.files import write_json
-from serve.runtime.described import Described
+from serve.runtime.display import Described
 
 EFFECTS_FILE = "layers.json"
 #: In a layer's place, for a figure of all of them.

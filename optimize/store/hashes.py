@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from optimize.store.files import write_atomically
-from serve.runtime.card import sha256_file
-from serve.runtime.documents import sealed, unsealed
+from serve.runtime.card.card import sha256_file
+from serve.runtime.card.json_documents import sealed, unsealed
 
 #: The kernel's clock for files ticks up to a hundred times a second. Two changes within a tick look like one.
 _TICK_NS: Final = 20_000_000

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from serve.runtime.described import Described
+from serve.runtime.display import Described
 
 #: The parts of an epoch's time, and what they are called.
 PARTS: Final = {

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from serve.runtime.card import Card, Preprocessing
-from serve.runtime.execution import Execution
+from serve.runtime.card.card import Card, Preprocessing
+from serve.runtime.card.execution import Execution
 
 #: Fields of a card that say what an artifact is called and where it comes from; no engine reads them.
 PROVENANCE = frozenset(

@@ -25,11 +25,11 @@ from optimize.errors import NotApplicableError
 from optimize.store.files import temporary_for, write_json
 from optimize.store.hashes import Hashes
 from optimize.store.locks import Hold, exclusive, is_free
-from serve import layout
-from serve.hints import command
-from serve.runtime.card import sha256_file
-from serve.runtime.described import Described
-from serve.runtime.documents import sealed, unsealed
+from serve.common import layout
+from serve.common.hints import command
+from serve.runtime.card.card import sha256_file
+from serve.runtime.card.json_documents import sealed, unsealed
+from serve.runtime.display import Described
 from serve.runtime.errors import UserError
 
 MANIFEST = "object.json"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from optimize.store.locks import is_free, unshared
 from optimize.store.objects import MANIFEST, Store
-from serve import layout, sealed
+from serve.common import layout
+from serve.runs import sealed_files
 from serve.runtime.errors import UserError
 from serve.torchserve import server
 
@@ -110,7 +111,7 @@ def _listed(path: Path) -> list[str]:
     """
     folder, content = path.parent, path.read_text(encoding="utf-8")
     if os.path.lexists(folder / layout.SEAL_FILE):  # an older version sealed nothing
-        sealed.require(folder, path.name)
+        sealed_files.require(folder, path.name)
     return [*json.loads(content)]
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from optimize.data.folders import cache_folder
 from optimize.store.files import write_atomically
-from serve.runtime.documents import sealed, unsealed
+from serve.runtime.card.json_documents import sealed, unsealed
 from serve.runtime.errors import UserError
 
 #: Entries of files that nobody asks for any more are dropped when there are so many.

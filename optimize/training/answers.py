@@ -18,7 +18,7 @@ from optimize.store.objects import Store
 from optimize.store.sources import code_of
 from optimize.training.config import TrainingConfig
 from optimize.training.precision import Precision
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 
 _FILE = "answers.npy"
 

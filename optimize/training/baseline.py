@@ -18,7 +18,7 @@ from optimize.store.artifact import Product
 from optimize.store.history import History
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
-from serve.runtime.card import MOST_CHANNELS, Probabilities
+from serve.runtime.card.card import MOST_CHANNELS, Probabilities
 from serve.runtime.errors import UserError, one_line
 
 _SEEN = (

@@ -14,8 +14,8 @@ from torch import nn
 
 from optimize.listener import Listener
 from optimize.store.files import temporary_for
-from serve.config import Config
-from serve.runtime.card import sha256_file
+from serve.common.config import Config
+from serve.runtime.card.card import sha256_file
 
 _FILE = "training-{}.pt"
 #: How many hexadecimal digits stand behind a checkpoint: its SHA-256. torch.load (2.14) compares no checksum.

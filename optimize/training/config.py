@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_
 
 from optimize.data.records import Augmentation, ImageData
 from optimize.training.distil import Distil, as_distil
-from serve.config import Config
+from serve.common.config import Config
 
 Optimizer = Literal["sgd", "adamw"]
 

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, PlainSerial
 from torch import nn
 
 from optimize.store.artifact import Artifact
-from serve.config import Config
+from serve.common.config import Config
 
 #: The word for the float network that a pass starts from.
 SELF = "self"

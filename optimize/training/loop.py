@@ -42,7 +42,7 @@ from optimize.training.results import Manner, Penalty, Progress, SetMode, Traini
 from optimize.training.stopwatch import Stopwatch
 from optimize.training.zeros import Zeros
 from serve.runtime.errors import UserError
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 
 #: At most so many points has a training's curve, but one for each epoch at least.
 _POINTS = 200

@@ -19,7 +19,7 @@ from optimize.training.config import TrainingConfig
 from optimize.training.distil import Distil
 from optimize.training.features import Student, match, relative_error
 from optimize.training.precision import Precision
-from serve.runtime.card import Probabilities
+from serve.runtime.card.card import Probabilities
 from serve.runtime.errors import UserError, one_line
 
 

@@ -1,5 +1,5 @@
 """Our own server on the same runtime as TorchServe's handler: ASGI, on uvicorn, for containers and systemd.
 
-In come requests and archives; each model has one `serve.runtime.service.Service`; out go answers, or refusals at once.
-`application` is the ASGI callable, `router` and `models` are what other protocols build on, `server` the process.
+In come requests and archives; each model has one `Service` of the runtime; out go answers, or refusals at once.
+`http/` is what every protocol builds on, `protocols/` what clients speak, `process/` what starts and keeps it.
 """

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import typer
 
 from serve.cli.archives import audit, package
-from serve.cli.asking import predict
-from serve.cli.exporting import export
+from serve.cli.export_command import export
 from serve.cli.keys import renew_keys
-from serve.cli.running import run
+from serve.cli.own_server import run
+from serve.cli.prediction import predict
 from serve.cli.server import add, remove, replace, start, status, stop
 from serve.cli.signatures import sign, verify
 from serve.cli.tuning import tune
-from serve.command_line import PlainCommand, PlainGroup
+from serve.common.command_line import PlainCommand, PlainGroup
 
 app = typer.Typer(
     cls=PlainGroup,

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from serve.cli.shared_arguments import Data, Run, Store
 from serve.cli.signatures import PasswordFile, password_in
-from serve.cli.words import Data, Run, Store
-from serve.command_line import reported
-from serve.hints import DEFAULT_STORE
-from serve.option_words import with_serving_options
-from serve.options import ServingOptions
+from serve.common.command_line import reported
+from serve.common.command_options import with_serving_options
+from serve.common.hints import DEFAULT_STORE
+from serve.common.options import ServingOptions
 
 
 @with_serving_options
@@ -35,11 +35,11 @@ def package(
     with what that bundles, and Java.
     """
     with reported():
-        from serve.packing import package_run
-        from serve.progress import shown
-        from serve.runs import find_run
-        from serve.sbom import sbom_path
-        from serve.signing import sign as sign_archive
+        from serve.archive.signature import sign as sign_archive
+        from serve.common.progress import shown
+        from serve.packing.pack import package_run
+        from serve.packing.sbom import sbom_path
+        from serve.runs.stored_runs import find_run
 
         with shown("package") as bar:
 
@@ -66,7 +66,7 @@ def audit(
     asked, and 2 without the extra.
     """
     with reported():
-        from serve.audit import OSV, AuditError, advisories, audit_python, bundled_libraries
+        from serve.packing.audit import OSV, AuditError, advisories, audit_python, bundled_libraries
 
         faults = 0
         try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from serve.cli.words import Store
-from serve.command_line import reported
-from serve.hints import DEFAULT_STORE
+from serve.cli.shared_arguments import Store
+from serve.common.command_line import reported
+from serve.common.hints import DEFAULT_STORE
 
 
 def renew_keys(store: Store = DEFAULT_STORE) -> None:

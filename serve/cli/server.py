@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serve.cli.limit_words import AccessLog, BodyMb, Connections, DrainS, HeldMb, Queue, ReceiveS
-from serve.cli.words import (
+from serve.cli.shared_arguments import (
     Artifacts,
     Data,
     Device,
@@ -23,19 +22,59 @@ from serve.cli.words import (
     checked_device,
     the_running,
 )
-from serve.command_line import reported
-from serve.hints import DEFAULT_STORE, target
-from serve.option_words import with_serving_options
-from serve.options import ServingOptions
+from serve.common.command_line import reported
+from serve.common.command_options import with_serving_options
+from serve.common.hints import DEFAULT_STORE, target
+from serve.common.options import ServingOptions
 from serve.runtime.errors import UserError
 from serve.torchserve.limits import Limits
 
 if TYPE_CHECKING:
-    from serve.progress import ProgressBar
-    from serve.runs import Selection
+    from serve.common.progress import ProgressBar
+    from serve.runs.stored_runs import Selection
     from serve.torchserve.state import RunningServer
 
 PORTS = "Ports, on loopback where --host does not say otherwise"
+LIMITS = "Limits"
+
+Queue = Annotated[
+    int,
+    typer.Option(
+        help="Most requests of one model that wait in TorchServe; the next is told 503.",
+        rich_help_panel=LIMITS,
+    ),
+]
+BodyMb = Annotated[
+    int,
+    typer.Option(help="Most MiB of a request's body; larger ones are refused unread (413).", rich_help_panel=LIMITS),
+]
+HeldMb = Annotated[
+    int,
+    typer.Option(
+        help="Most MiB of all bodies that wait or are answered; what comes then is refused unread (503). Java's heap "
+        "is 192 MiB and four times this, its other buffers 64 MiB and three times this, at most.",
+        rich_help_panel=LIMITS,
+    ),
+]
+ReceiveS = Annotated[
+    int,
+    typer.Option(
+        help="Most seconds until a request has arrived; an idle connection is closed then.",
+        rich_help_panel=LIMITS,
+    ),
+]
+DrainS = Annotated[
+    int,
+    typer.Option(help="Most seconds that `stop` waits for what was accepted to be answered.", rich_help_panel=LIMITS),
+]
+Connections = Annotated[
+    int,
+    typer.Option(help="Most connections of clients; the next is told 503.", rich_help_panel=LIMITS),
+]
+AccessLog = Annotated[
+    bool,
+    typer.Option(help="Log each request (access_log.log, request_log.log).", rich_help_panel=LIMITS),
+]
 
 
 @with_serving_options
@@ -78,19 +117,19 @@ def start(
     left out and named. A model is called RUN-ARTIFACT, or as NAME= says.
     """
     with reported("error: interrupted: the server was stopped"):
-        from serve import runs
-        from serve.packing import repacking
-        from serve.progress import shown
+        from serve.archive.verification import policy_of
+        from serve.common.progress import shown
+        from serve.packing.pack import repacking
+        from serve.runs import stored_runs
         from serve.torchserve import server
         from serve.torchserve.configuration import Ports, check_host
-        from serve.verified import policy_of
 
         limits = Limits(queue, body_mb, held_mb, receive_s, drain_s, access_log, connections)
         host = check_host(host, expose=expose)
         selection = _selected(store, targets, artifact, data, device, strict=strict_start)
         if server.running(store) is None:  # one before it may not have stopped in order
             for run in dict.fromkeys(path.parents[1].name for path in selection.archives.values()):
-                runs.remove_left(store, run)
+                stored_runs.remove_left(store, run)
         typer.echo(f"starting TorchServe with {len(selection.archives)} model(s) …")
         with shown("start") as bar:
             running = server.start(
@@ -138,17 +177,17 @@ def add(
 ) -> None:
     """Serve more, of any run of the store, while the server goes on; all of it or nothing."""
     with reported():
-        from serve.packing import repacking
-        from serve.progress import shown
-        from serve.torchserve import live
-        from serve.verified import policy_of
+        from serve.archive.verification import policy_of
+        from serve.common.progress import shown
+        from serve.packing.pack import repacking
+        from serve.torchserve import live_changes
 
         the_running(store)
         selection = _selected(store, targets, artifact, data, device, strict=True)
         pack = repacking(store, selection, options, device)  # type: ignore[arg-type]
         policy = policy_of(store, require_signed or (), foreign_code=foreign_code, known=require_known, options=options)
         with shown("add") as bar:
-            running = live.add(
+            running = live_changes.add(
                 store,
                 selection.archives,
                 pack=pack,
@@ -180,10 +219,10 @@ def replace(
     answered those that it had accepted. Where the new one does not come up, the old one goes on.
     """
     with reported():
-        from serve.packing import repacking
-        from serve.progress import shown
-        from serve.torchserve import live
-        from serve.verified import policy_of
+        from serve.archive.verification import policy_of
+        from serve.common.progress import shown
+        from serve.packing.pack import repacking
+        from serve.torchserve import live_changes
 
         old = the_running(store).model(name)
         word = f"{name}={target or f'{old.run}/{old.artifact}'}"
@@ -192,7 +231,7 @@ def replace(
         policy = policy_of(store, require_signed or (), foreign_code=foreign_code, known=require_known, options=options)
         with shown("replace") as bar:
             archive = selection.archives[name]
-            running = live.replace(store, name, archive, pack=pack, policy=policy, progressed=bar.progressed)
+            running = live_changes.replace(store, name, archive, pack=pack, policy=policy, progressed=bar.progressed)
         new = running.model(name)
         typer.echo(f"replaced: {name} is {new.run}/{new.artifact}, version {new.version}")
         _tell_unchecked(running, [name])
@@ -204,12 +243,12 @@ def remove(
 ) -> None:
     """Serve models no more; what they have accepted is answered, and the server goes on."""
     with reported():
-        from serve.progress import shown
-        from serve.torchserve import live
+        from serve.common.progress import shown
+        from serve.torchserve import live_changes
 
         default = the_running(store).default_model
         with shown("remove"):
-            left = live.remove(store, names)
+            left = live_changes.remove(store, names)
         typer.echo(f"removed: {', '.join(dict.fromkeys(names))}")
         if left.default_model != default:
             typer.echo(f"the default model is {left.default_model} now")
@@ -245,8 +284,8 @@ def stop(
     What comes is refused, and what was accepted is answered first. A start that is under way is waited for.
     """
     with reported():
-        from serve.progress import shown
-        from serve.runs import remove_left
+        from serve.common.progress import shown
+        from serve.runs.stored_runs import remove_left
         from serve.torchserve import server
 
         if run is not None and (present := server.running(store)) is not None and run not in present.runs:
@@ -263,11 +302,11 @@ def _selected(
     store: Path, words: Sequence[str], artifacts: Sequence[str] | None, data: str | None, device: str, *, strict: bool
 ) -> Selection:
     """What the words mean; what cannot be served here is said."""
-    from serve import runs
+    from serve.runs import stored_runs
 
     choice = checked_device(device)
-    found = [runs.find_target(word, data) for word in words]
-    selection = runs.select(store, found, artifacts or (), choice, strict=strict)
+    found = [stored_runs.find_target(word, data) for word in words]
+    selection = stored_runs.select(store, found, artifacts or (), choice, strict=strict)
     for name, reason in selection.left_out.items():
         typer.echo(f"left out: {name} ({reason})")
     return selection
@@ -290,7 +329,7 @@ def _curl(store: Path, running: RunningServer) -> str:
 
     ``-T`` and not ``--data-binary``: that one says it is a web form, which TorchServe takes apart.
     """
-    from serve.runs import sample_image
+    from serve.runs.stored_runs import sample_image
     from serve.torchserve.client import HEADER_FILE
     from serve.torchserve.state import state_folder
 

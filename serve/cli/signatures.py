@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from serve.command_line import reported
+from serve.common.command_line import reported
 from serve.runtime.errors import UserError
 
 Signed = Annotated[Path, typer.Argument(metavar="ARCHIVE", help="An archive (.mar), or an artifact's folder.")]
@@ -29,7 +29,7 @@ def sign(
     packs ARCHIVE anew signs it anew.
     """
     with reported():
-        from serve.signing import sign as sign_archive
+        from serve.archive.signature import sign as sign_archive
 
         typer.echo(f"{sign_archive(archive, key, password=password_in(password_file))}")
 
@@ -47,14 +47,14 @@ def verify(
     cannot: there, verify first and see to it that nobody changes the file meanwhile.
     """
     with reported():
-        from serve.runtime.card import load_card
-        from serve.signing import verify as verify_archive
+        from serve.archive.signature import verify as verify_archive
+        from serve.runtime.card.card import load_card
 
         found = verify_archive(archive, key)
         if archive.is_dir():
             load_card(archive)
         else:
-            from serve.archive_file import check_archive
+            from serve.archive.archive_file import check_archive
 
             check_archive(archive)
         typer.echo(f"{archive}: whole, and signed by {found}")

@@ -8,9 +8,9 @@ from typing import Annotated, cast
 
 import typer
 
-from serve.cli.words import Data, Store
-from serve.command_line import reported
-from serve.hints import DEFAULT_STORE, command
+from serve.cli.shared_arguments import Data, Store
+from serve.common.command_line import reported
+from serve.common.hints import DEFAULT_STORE, command
 from serve.runtime.errors import UserError
 
 _TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
@@ -51,11 +51,12 @@ def tune(
     takes 4 to 10 minutes, on a machine that does nothing else. Archives are left as they are: pack them again.
     """
     with reported():
-        from serve import layout, runs, sealed
-        from serve.runtime.serving import SERVING_FILE
+        from serve.common import layout
+        from serve.runs import sealed_files, stored_runs
+        from serve.runtime.card.serving import SERVING_FILE
         from serve.tune.search import Goal, Objective
         from serve.tune.servers import KINDS, ended_in_order
-        from serve.tune.space import told
+        from serve.tune.space import describe
         from serve.tune.tuning import CURVE_FILE, TUNING_FILE, Settings
         from serve.tune.tuning import tune as find
 
@@ -75,11 +76,13 @@ def tune(
             rate,
             None if memory is None else round(_read("--memory", memory, _SIZES, "2GB")),
         )
-        target = runs.find_target(run, data)
+        target = stored_runs.find_target(run, data)
         if target.name is not None:
             raise UserError(f"what is tuned gets no name: say RUN/ARTIFACT, and not {run}")
-        folder = layout.artifact_folder(store, target.run, target.artifact or runs.recommended(store, target.run))
-        sealed.require(store / target.run, folder.relative_to(store / target.run).as_posix())
+        folder = layout.artifact_folder(
+            store, target.run, target.artifact or stored_runs.recommended(store, target.run)
+        )
+        sealed_files.require(store / target.run, folder.relative_to(store / target.run).as_posix())
         settings = Settings(
             server,
             seconds=1.0 if short else seconds or Settings.seconds,
@@ -90,9 +93,11 @@ def tune(
         typer.echo(f"{folder}: {server}, {objective} with a p99 of at most {goal.p99_ms:g} ms")
         with ended_in_order():
             found = find(folder, goal, settings, typer.echo)
-            with sealed.writing(store / target.run):
-                sealed.reseal(store / target.run, [folder / name for name in (TUNING_FILE, CURVE_FILE, SERVING_FILE)])
-        way, outcome = told(found.chosen.way, server), found.chosen.outcome
+            with sealed_files.writing(store / target.run):
+                sealed_files.reseal(
+                    store / target.run, [folder / name for name in (TUNING_FILE, CURVE_FILE, SERVING_FILE)]
+                )
+        way, outcome = describe(found.chosen.way, server), found.chosen.outcome
         if found.chosen is found.usual:
             typer.echo(f"it stays as it was: {way} ({outcome}); nothing was shown to be better")
         else:

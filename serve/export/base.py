@@ -11,8 +11,8 @@ from typing import Any, Self
 import yaml
 from pydantic import Field, model_validator
 
-from serve.config import Config
-from serve.runtime.card import Card
+from serve.common.config import Config
+from serve.runtime.card.card import Card
 from serve.runtime.registry import Registry
 
 # A label of 63, less what is put behind it: "-tokens", and by KServe "-predictor".

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from serve.archive.signature import sign
+from serve.common.options import ServingOptions
 from serve.export.base import Subject
-from serve.options import ServingOptions
+from serve.packing.sbom import write_sbom
+from serve.runtime.card.serving import decoders_for
 from serve.runtime.errors import UserError
-from serve.runtime.serving import decoders_for
-from serve.sbom import write_sbom
-from serve.signing import sign
-from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_builder import build_archive
 
 PORT = 8080
 #: Whose archives the image holds, see the Dockerfiles.

@@ -13,10 +13,10 @@ from typing import Any
 
 from serve.export.base import Subject, Target, register
 from serve.export.pbtxt import Word, text
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.card.serving import Serving, read_serving
 from serve.runtime.engines.base import chain_for, engines_for
 from serve.runtime.errors import UserError
-from serve.runtime.serving import Serving, read_serving
 
 _TYPES = {"uint8": "TYPE_UINT8", "float32": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16"}
 #: ONNX's own numbers of them (TensorProto.DataType).

@@ -13,10 +13,10 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from serve.load.checking import GOOD, Checker, Verdict
+from serve.load.answer_check import GOOD, Checker, Verdict
 from serve.load.histogram import Histogram
+from serve.load.http_connection import BrokenWireError, Wire, stages
 from serve.load.plan import Plan, Result
-from serve.load.wire import BrokenWireError, Wire, stages
 from serve.load.workload import Item, Workload, request_bytes
 
 # A connection that was idle for longer is opened anew: servers close them (uvicorn after 5 s), and a request that

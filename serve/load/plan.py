@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.load.checking import GOOD
+from serve.load.answer_check import GOOD
 from serve.load.histogram import Histogram, merged
 from serve.runtime.errors import UserError
 
@@ -141,7 +141,7 @@ class Result:
         )
 
 
-def together(results: list[Result]) -> Result:
+def pooled(results: list[Result]) -> Result:
     """Several runs as one; stages are the mean of the runs'."""
     names = {name for result in results for name in result.stages}
     told = {name: [result.stages[name] for result in results if name in result.stages] for name in names}

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 import httpx
 
-from serve.hints import command
+from serve.common.hints import command
 from serve.load.workload import instances_body
 from serve.runtime.errors import PipelineError, UserError
 from serve.torchserve.configuration import HOST, Ports

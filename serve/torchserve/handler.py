@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 if TYPE_CHECKING:
     from serve.runtime.errors import Refusal
-    from serve.runtime.logs import RequestLog
-    from serve.runtime.observing import Observation
-    from serve.runtime.protocol import Request
-    from serve.runtime.service import Service
-    from serve.runtime.work import Answered
+    from serve.runtime.service.logs import RequestLog
+    from serve.runtime.service.observation import Observation
+    from serve.runtime.service.pending_request import Answered
+    from serve.runtime.service.protocol import Request
+    from serve.runtime.service.service import Service
     from serve.torchserve.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
@@ -93,11 +93,11 @@ class ImageClassifierHandler:
         # Imported here and not above: TorchServe 0.12 takes an ImportError of this module for "no such
         # file" and reports "No module named 'ts.torch_handler.handler'" in place of the cause.
         prefer_own_runtime()
-        from serve.runtime.heap import settle_heap
-        from serve.runtime.known import read_known
-        from serve.runtime.logs import silence_pillow
-        from serve.runtime.self_check import check_known
-        from serve.runtime.service import open_service
+        from serve.runtime.card.known_answer import read_known
+        from serve.runtime.service.garbage_collection import freeze_heap
+        from serve.runtime.service.logs import silence_pillow
+        from serve.runtime.service.self_check import check_known
+        from serve.runtime.service.service import open_service
         from serve.torchserve.metrics import Metrics
 
         silence_pillow()
@@ -116,7 +116,7 @@ class ImageClassifierHandler:
             raise
         self._metrics = Metrics(context, self._service.predictor)
         self._metrics.begin()
-        settle_heap()
+        freeze_heap()
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
         """Answer a batch of requests, one body for each, with its own status.
@@ -128,7 +128,7 @@ class ImageClassifierHandler:
         0.12 would take that for want of memory, and answer 507 for ever.
         """
         from serve.runtime.errors import BrokenError, Refusal
-        from serve.runtime.protocol import answer, refuse
+        from serve.runtime.service.protocol import answer, refuse
 
         begun = time.monotonic()
         asked = [self._parse(parameters, context, index) for index, parameters in enumerate(data)]
@@ -178,7 +178,7 @@ class ImageClassifierHandler:
     def _parse(self, parameters: dict[str, Any], context: Any, index: int) -> Request | Refusal | None:
         """What a request asks for, or why it cannot be read; None: what is served."""
         from serve.runtime.errors import Refusal, RequestError
-        from serve.runtime.protocol import BODY_NAMES, parse
+        from serve.runtime.service.protocol import BODY_NAMES, parse
 
         if context.get_request_header(index, "describe") == "True":
             return None
@@ -207,7 +207,7 @@ class ImageClassifierHandler:
 
 def _open_log() -> RequestLog:
     """What writes a line for each request to stdout, which TorchServe reads; see log4j2.xml for where it goes."""
-    from serve.runtime.logs import RequestLog, log_requests_to
+    from serve.runtime.service.logs import RequestLog, log_requests_to
 
     log_requests_to(sys.stdout)
     return RequestLog(math.inf, every=True)
@@ -227,7 +227,7 @@ def _observed(
         begun: when the worker had the batch, in seconds of `time.monotonic`.
     """
     from serve.runtime.errors import Refusal
-    from serve.runtime.observing import Observation, request_id
+    from serve.runtime.service.observation import Observation, request_id
 
     headers = context.get_all_request_header(index)
     given = next((str(value) for name, value in headers.items() if name.lower() == _ID_HEADER), "")
@@ -290,7 +290,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _is_request(entry: object) -> TypeGuard[Request]:
-    from serve.runtime.protocol import Request
+    from serve.runtime.service.protocol import Request
 
     return isinstance(entry, Request)
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from serve.runtime.cores import cores
+from serve.runtime.card.execution import ENVIRONMENT
+from serve.runtime.device.cores import cores
 from serve.runtime.errors import UserError
-from serve.runtime.execution import ENVIRONMENT
-from serve.runtime.stages import STAGE_BUCKETS
+from serve.runtime.service.stages import STAGE_BUCKETS
 from serve.torchserve.handler import LOG_VARIABLE
 from serve.torchserve.launcher import FRONTEND, Launcher, torchserve_jar
 from serve.torchserve.limits import Limits

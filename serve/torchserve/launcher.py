@@ -1,6 +1,6 @@
 """Our main of TorchServe, ready to be run: text that the Groovy in TorchServe's own jar compiles, once for each user.
 
-Compiling takes half of the CPU time that Java takes to start, so that what comes of it is kept (`compiled.kept`).
+Compiling takes half of the CPU time that Java takes to start, so that what comes of it is kept (`compile_cache.kept`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve.runtime.card import sha256_file
-from serve.runtime.compiled import cache_folder, kept
+from serve.runtime.card.card import sha256_file
 from serve.runtime.errors import EngineError
+from serve.runtime.model_files.compile_cache import cache_folder, kept
 
 #: Holds the sources, and the configuration of the logs.
 FRONTEND = Path(__file__).parent / "frontend"

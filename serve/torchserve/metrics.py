@@ -15,13 +15,13 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from serve.runtime.errors import Refusal
-from serve.runtime.stages import STAGES
+from serve.runtime.service.stages import STAGES
 
 if TYPE_CHECKING:
     from ts.metrics.metric_type_enum import MetricTypes
 
-    from serve.runtime.predictor import Predictor
-    from serve.runtime.work import Answered
+    from serve.runtime.service.pending_request import Answered
+    from serve.runtime.service.predictor import Predictor
 
     _Batch = tuple[list[Answered], list[str]]
 

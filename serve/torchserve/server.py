@@ -18,15 +18,17 @@ from pathlib import Path
 
 import psutil
 
-from serve.hints import command, target
-from serve.processes import end
+from serve.archive.verification import Policy
+from serve.common.hints import command, target
+from serve.common.server_processes import end
 from serve.runtime.errors import PipelineError, UserError
 from serve.torchserve.configuration import HOST, Ports, metrics_yaml, properties
-from serve.torchserve.identity import ALIVE_FILE, Identity, hold, is_held, life_of, nameless, new_nonce
 from serve.torchserve.java import command_line, environment, java_executable
 from serve.torchserve.launcher import launcher
 from serve.torchserve.limits import Limits
+from serve.torchserve.process_identity import ALIVE_FILE, Identity, hold, is_held, life_of, nameless, new_nonce
 from serve.torchserve.staging import Pack, stage
+from serve.torchserve.startup_watch import CONSOLE_LOG, Awaited, Log, Progressed, StartError, wait_until_ready
 from serve.torchserve.state import (
     LOCK_FILE,
     RunningServer,
@@ -39,8 +41,6 @@ from serve.torchserve.state import (
     state_folder,
     write_state,
 )
-from serve.torchserve.watch import CONSOLE_LOG, Awaited, Log, Progressed, StartError, wait_until_ready
-from serve.verified import Policy
 
 _CONFIG_FILE = "config.properties"
 

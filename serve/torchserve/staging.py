@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from serve.archive_file import MODEL_VERSION, Instructions, instructions_in, with_version
+from serve.archive.archive_file import MODEL_VERSION, Instructions, instructions_in, with_version
+from serve.archive.verification import Policy, verified_copy
 from serve.runtime.errors import UserError
 from serve.torchserve.state import ServedModel
-from serve.verified import Policy, verified_copy
 
 #: Packs a model, which is named, otherwise than its archive, into the file that it is given.
 Pack = Callable[[str, Path], object]
@@ -39,7 +39,7 @@ def stage(
     staged = folder / model.file
     staged.unlink(missing_ok=True)
     if pack is None:
-        from serve.torchserve.archive import foreign_parts  # imports torch
+        from serve.torchserve.archive_builder import foreign_parts  # imports torch
 
         verified_copy(archive, policy, folder, foreign=foreign_parts).replace(staged)
     elif policy.keys:

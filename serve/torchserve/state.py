@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from serve import layout
-from serve.archive_file import MODEL_VERSION
+from serve.archive.archive_file import MODEL_VERSION
+from serve.common import layout
+from serve.runtime.card.known_answer import NOTHING_KNOWN, KnownAnswer
 from serve.runtime.errors import UserError
-from serve.runtime.known import NOTHING_KNOWN, KnownAnswer
 from serve.torchserve.client import Client
 from serve.torchserve.configuration import HOST, Ports
-from serve.torchserve.identity import Identity, lock
 from serve.torchserve.limits import Limits
+from serve.torchserve.process_identity import Identity, lock
 
 STATE_FOLDER = ".server"
 _STATE_FILE = "state.json"

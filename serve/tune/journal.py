@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from serve.runtime.documents import sealed, unsealed
-from serve.runtime.serving import Serving
+from serve.runtime.card.json_documents import sealed, unsealed
+from serve.runtime.card.serving import Serving
 from serve.tune.search import Point
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from serve.runtime.card.serving import Serving
 from serve.runtime.errors import PipelineError, message_of
-from serve.runtime.serving import Serving
 from serve.tune.space import Stage
 
 Objective = Literal["throughput", "latency"]

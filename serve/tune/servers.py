@@ -20,12 +20,12 @@ from typing import Final, Literal
 import httpx
 import psutil
 
+from serve.common.server_processes import end, process_tree, wait_until_ready
 from serve.load.plan import Target
-from serve.processes import end, family, wait_until_ready
-from serve.runtime.execution import ENVIRONMENT
-from serve.runtime.serving import SERVING_FILE, Serving
+from serve.runtime.card.execution import ENVIRONMENT
+from serve.runtime.card.serving import SERVING_FILE, Serving
 from serve.torchserve import server as torchserve_process
-from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.configuration import HOST, Ports
 from serve.torchserve.limits import Limits
 from serve.torchserve.state import state_folder
@@ -58,7 +58,7 @@ class Live:
 
     def processes(self) -> list[psutil.Process]:
         """Its processes now."""
-        return family(self.pid)
+        return process_tree(self.pid)
 
     def cpu_s(self) -> float:
         """Seconds of CPU that its processes have taken together."""
@@ -165,7 +165,7 @@ def end_left(path: Path) -> bool:
     except (OSError, ValueError, psutil.Error):
         left = False
     if left:
-        end(family(pid), patience_s=0, ask=False)
+        end(process_tree(pid), patience_s=0, ask=False)
     path.unlink(missing_ok=True)
     return left
 
@@ -205,7 +205,7 @@ def _own(
         targets = {model: Target(f"{HOST}:{port}", f"/predictions/{model}") for model in archives}
         yield Live(targets, process.pid, log)
     finally:
-        members = family(process.pid)
+        members = process_tree(process.pid)
         end(members[-1:], patience_s=40)  # which ends the others in order
         end(members, patience_s=0, ask=False)
         process.wait()

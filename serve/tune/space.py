@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from serve.runtime.cores import cores
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import Serving, decoders_for
 from serve.runtime.decoders.base import open_decoder
+from serve.runtime.device.cores import cores
 from serve.runtime.engines.base import execution_id, unavailable
 from serve.runtime.errors import PipelineError
-from serve.runtime.execution import Execution
-from serve.runtime.serving import Serving, decoders_for
 from serve.tune.servers import ServerKind
 
 
@@ -106,7 +106,7 @@ def stages(kind: ServerKind, usual: Serving, most_cores: int | None = None) -> t
     )
 
 
-def told(serving: Serving, kind: ServerKind = "own") -> str:
+def describe(serving: Serving, kind: ServerKind = "own") -> str:
     """A way to serve by a server, in one line: what runs here, and of several workers the threads of each."""
     execution = runs_here(serving)
     if kind == "own":  # which has no more than a core for each

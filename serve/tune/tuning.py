@@ -15,21 +15,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from serve.layout import JOURNAL_FILE, SERVER_FILE
-from serve.load import known
-from serve.load.pictures import make_pictures, read_pictures
+from serve.common.layout import JOURNAL_FILE, SERVER_FILE
+from serve.load import reference_answers
+from serve.load.generator_process import measure
 from serve.load.plan import Plan
-from serve.load.running import measure
+from serve.load.synthetic_images import make_pictures, read_pictures
 from serve.load.workload import Workload
-from serve.runtime.card import load_card
-from serve.runtime.cores import cores, quota
-from serve.runtime.serving import SERVING_FILE, Serving
-from serve.torchserve.archive import serving_of
+from serve.runtime.card.card import load_card
+from serve.runtime.card.serving import SERVING_FILE, Serving
+from serve.runtime.device.cores import cores, quota
+from serve.torchserve.archive_builder import serving_of
+from serve.tune.curve import plot
 from serve.tune.journal import Journal
-from serve.tune.page import plot
 from serve.tune.search import MOST_ASKED, Found, Goal, Point, Search, Trial, confirmed
 from serve.tune.servers import Live, ServerKind, end_left, pack, remember, serving
-from serve.tune.space import Stage, certain, stages, told
+from serve.tune.space import Stage, certain, describe, stages
 
 TUNING_FILE = "tuning.json"
 CURVE_FILE = "tuning.svg"
@@ -212,9 +212,9 @@ def _prepared(
     artifact: Path, usual: Serving, pictures: list[tuple[str, bytes]], settings: Settings, goal: Goal
 ) -> Iterator[Servers]:
     with tempfile.TemporaryDirectory(prefix="tune-") as folder:
-        predictor = known.opened(artifact, usual)
-        sent = known.items(predictor, pictures)
-        workload = Workload(sent, known.tolerance(usual.executions)).save(Path(folder) / "workload")
+        predictor = reference_answers.opened(artifact, usual)
+        sent = reference_answers.items(predictor, pictures)
+        workload = Workload(sent, reference_answers.tolerance(usual.executions)).save(Path(folder) / "workload")
         scratch = Path(folder) / "store"
         scratch.mkdir(mode=0o700)
         with contextlib.closing(Servers(artifact, workload, settings, goal, scratch)) as servers:
@@ -257,7 +257,7 @@ class _Clock:
         """Say what became of a way to serve; ``left`` ways and ``asked`` measurements in turns may follow."""
         self._trials += self._measured
         self._measured = False
-        self._say(f"{told(trial.way, self._kind)}: {trial.outcome}{self._rest(left, asked)}")
+        self._say(f"{describe(trial.way, self._kind)}: {trial.outcome}{self._rest(left, asked)}")
 
     def ask(self, line: str) -> None:
         """Say that the turns begin."""
@@ -290,7 +290,7 @@ def _curves(
 def _write(artifact: Path, found: Found, goal: Goal, subject: dict[str, Any], curves: dict[str, list[Point]]) -> None:
     def shown(trial: Trial) -> dict[str, Any]:
         return {
-            "way": told(trial.way, subject["server"]),
+            "way": describe(trial.way, subject["server"]),
             "stage": trial.stage,
             "outcome": trial.outcome,
             "serving": json.loads(trial.way.text),

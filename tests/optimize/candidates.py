@@ -8,7 +8,7 @@ from typing import Any
 from optimize.measure.figures import Accuracy, Difference, Footprint, Measured
 from optimize.measure.latency import Speed
 from optimize.measure.rows import ModelFile, Pair, Row, Skip
-from serve.runtime.execution import Execution
+from serve.runtime.card.execution import Execution
 
 
 @dataclass(frozen=True)

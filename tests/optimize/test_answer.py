@@ -11,7 +11,7 @@ from torch import nn
 
 from optimize.export.onnx_graph.write import run_onnx
 from optimize.quantization.targets import TargetName
-from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
+from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT, VNNI_X86
 from tests.optimize.workbench import lowered, noise_context
 
 _TARGETS = (ANY_X86, VNNI_X86, TENSORRT)

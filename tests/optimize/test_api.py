@@ -31,12 +31,12 @@ from optimize.measure.figures import Difference
 from optimize.measure.rows import Recommendation, Reference, Row, Skip
 from optimize.precision.records import Budget, Figure, Found, Layer, Sensitivity
 from optimize.report.columns import COLUMNS
-from serve.archive_file import check_archive
-from serve.config import Config
-from serve.progress import ProgressBar
-from serve.runtime.card import load_card
+from serve.archive.archive_file import check_archive
+from serve.common.config import Config
+from serve.common.progress import ProgressBar
+from serve.runtime.card.card import load_card
+from serve.runtime.card.execution import Execution
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
 
 from .picture_files import PICTURE_FILES
 
@@ -507,8 +507,10 @@ def test_a_programmer_is_told_which_preprocessing_is_used_and_how_far_the_data_a
             self.lines.append(line)
 
     seen = Seen()
-    monkeypatch.setattr("serve.progress._EVERY_S", -60.0)  # each word: the timer may have drawn since `now` was read
-    monkeypatch.setattr("serve.progress.here", lambda: ProgressBar(seen, after_s=0.0))
+    monkeypatch.setattr(
+        "serve.common.progress._EVERY_S", -60.0
+    )  # each word: the timer may have drawn since `now` was read
+    monkeypatch.setattr("serve.common.progress.here", lambda: ProgressBar(seen, after_s=0.0))
     monkeypatch.setattr("optimize.api.making.here", lambda: ProgressBar(seen, after_s=0.0))
     data = opt.image_data(Quarters(), augment="shift+flip")
     assert ("reading", "images") in seen.bars

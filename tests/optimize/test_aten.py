@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from optimize.export.onnx_graph.pixel_input import FromPixels, entered
 from optimize.tracing.aten_program import is_program, program_of
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 
 IMAGES = torch.randn(2, 3, 8, 8)
 KINDS = ("PARAMETER", "BUFFER", "CONSTANT_TENSOR", "USER_INPUT")

@@ -34,7 +34,7 @@ from optimize.quantization.targets import TargetName, target_named
 from optimize.store.artifact import Artifact
 from optimize.tracing.folding import fuse_module
 from optimize.tracing.trace import trace
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 
 from .families import build
 from .workbench import noise_context, parent_of

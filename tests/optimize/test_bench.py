@@ -38,10 +38,10 @@ from optimize.store.keys import Key
 from optimize.store.objects import Store
 from optimize.store.sources import closure
 from serve import runtime
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.card.execution import STARTED_WITH, Execution
 from serve.runtime.errors import EngineError, UserError
-from serve.runtime.execution import STARTED_WITH, Execution
-from serve.runtime.predictor import Predictor
+from serve.runtime.service.predictor import Predictor
 from tests.narrow import encoded
 
 from .conftest import SHORT
@@ -288,12 +288,14 @@ def test_every_file_of_the_runtime_that_measures_is_in_the_keys() -> None:
     }
     names = {name.removesuffix(".__init__") for name in files}
     found = closure(answer.__module__, Child.__module__, Predictor.__module__)
-    # `protocol` reads requests, `service` and its files batch them, `serving` and `chain` say what an archive opens,
-    # `evidence` and `known` what was measured of it, `self_check` asks for that; `heap`, `logs` and `observing` are of
-    # a process that serves: nothing that is measured here is one.
-    words = ("protocol", "registry", "serving", "chain", "evidence", "known", "self_check", "heap", "logs", "observing")
-    batching = ("service", "work", "waiting", "decoding", "engine_thread", "stages")
-    unread = {f"serve.runtime.{name}" for name in (*words, *batching)}
+    # `protocol` reads requests, `service` and its files batch them, `serving` and `execution_chain` say what an archive
+    # opens, `evidence` and `known_answer` what was measured of it, `self_check` asks for that; `garbage_collection`,
+    # `logs` and `observation` are of a process that serves: nothing that is measured here is one.
+    records = ("card.serving", "card.evidence", "card.known_answer")
+    asked = ("protocol", "self_check", "execution_chain", "garbage_collection", "logs", "observation")
+    batching = ("service", "pending_request", "queues", "decoding", "engine_thread", "stages")
+    unread = {"serve.runtime.registry", *(f"serve.runtime.{name}" for name in records)}
+    unread |= {f"serve.runtime.service.{name}" for name in (*asked, *batching)}
     assert {name for name in names if name not in found} <= unread
 
 

@@ -17,7 +17,7 @@ from optimize.passes.qat import QAT, Qat
 from optimize.quantization.convert import trace_calls
 from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 
 from .tiny_net import tiny
 from .workbench import (

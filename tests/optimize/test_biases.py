@@ -20,9 +20,9 @@ from optimize.passes.qat import QAT, Qat
 from optimize.quantization.lowering.integer_biases import whole
 from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE, Artifact, Product
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import execution_id
-from serve.runtime.execution import Execution
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 
 from .test_certify_layers import GRAPHS, ORT, TORCH, Made, Net, carded, quantized
 from .workbench import noise_context, packed_biases, parent_of, with_running_statistics

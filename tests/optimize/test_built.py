@@ -17,7 +17,7 @@ from optimize.models.resolve import resolve_model
 from optimize.models.source import ModelSource
 from optimize.run.session import Session, Step
 from optimize.store.objects import Store
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 
 from .workbench import noise_context
 

@@ -34,13 +34,13 @@ from optimize.run.certificates import certify as certified_by
 from optimize.run.certifying import certify_layers
 from optimize.store.artifact import REFERENCE_FILE, Artifact
 from optimize.store.objects import Store
-from serve.runtime.card import load_card, sha256_file, write_card
-from serve.runtime.certificate import Agreement, Certificate
+from serve.runs.sealed_files import seal
+from serve.runtime.card.card import load_card, sha256_file, write_card
+from serve.runtime.card.certificate import Agreement, Certificate
+from serve.runtime.card.execution import Execution
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
-from serve.runtime.predictor import Predictor
-from serve.runtime.program_file import load_program
-from serve.sealed import seal
+from serve.runtime.model_files.program_file import load_program
+from serve.runtime.service.predictor import Predictor
 from tests.programs import Programs
 
 from .runs_fixtures import Heard, TinyRun, command, copied_store, tiny_run

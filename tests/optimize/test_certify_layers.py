@@ -29,13 +29,13 @@ from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE, Artifact, Product
-from serve.runtime.card import Card, load_card, sha256_file, write_card
+from serve.runtime.card.card import Card, load_card, sha256_file, write_card
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import execution_id
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.errors import PipelineError
-from serve.runtime.execution import Execution
-from serve.runtime.onnx_session import cpu_session
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.onnx_session import cpu_session
+from serve.runtime.model_files.program_file import load_program
 from tests.processor import NEEDS_VNNI
 
 from .foreign_layers import SameConv

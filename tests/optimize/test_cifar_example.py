@@ -16,7 +16,7 @@ from optimize.models.checkpoint import read_checkpoint
 from optimize.models.fitting import load_into
 from optimize.models.preprocessing import choose_preprocessing
 from optimize.models.resolve import resolve_model
-from serve.runtime import images
+from serve.runtime.images import image_preprocessing
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT / 'examples' / 'cifar_resnet.py'}:resnet20"
@@ -70,7 +70,7 @@ def test_the_published_checkpoint_reaches_81_percent_on_the_re_encoded_test_imag
     with torch.inference_mode():
         for split in (data.train, data.val):  # without a train/ beside it, test/ is split; all of it counts
             for batch, labels in loader(split, preprocessing, batch_size=256, device=torch.device("cpu")):
-                logits = model(images.normalise(batch, preprocessing, torch.device("cpu"), torch.float32))
+                logits = model(image_preprocessing.normalise(batch, preprocessing, torch.device("cpu"), torch.float32))
                 right += int((logits.argmax(1) == labels).sum())
                 seen += len(labels)
     assert seen == 10_000

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from optimize.export.onnx_graph.write import run_onnx
 from optimize.quantization.lowering.clamps import round_clamps
-from serve.runtime.integers import ANY_X86
+from serve.runtime.device.cpu_integers import ANY_X86
 from tests.optimize.test_plain import in_openvino
 from tests.optimize.workbench import Between, lowered, noise_context, of_seven_bits
 

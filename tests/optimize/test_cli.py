@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from optimize import cli, noise
 from optimize.report.runs import faults_of
 from optimize.report.terminal import Display
+from serve.runs.sealed_files import seal
 from serve.runtime.errors import PipelineError
-from serve.sealed import seal
 from tests.processor import BF16
 
 from .runs_fixtures import (

@@ -17,9 +17,9 @@ from optimize.measure.rows import Results, Row
 from optimize.measure.statistics import paired_difference
 from optimize.run.comparing import compare_runs
 from optimize.run.recommendation import Recommend
+from serve.runs.sealed_files import seal
 from serve.runtime.errors import UserError
-from serve.runtime.predictor import Predictor
-from serve.sealed import seal
+from serve.runtime.service.predictor import Predictor
 
 from .runs_fixtures import RECIPE, TinyRun, made_run, run_recipe, shared_folder, tiny_run, with_stages
 from .workbench import OtherRun

@@ -18,7 +18,7 @@ from optimize.passes.qat import QAT, Qat
 from optimize.quantization.rewrites.computed_weights import store_weights
 from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE, Artifact
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 
 from .workbench import decibels, noise_context, parent_of
 

@@ -26,9 +26,9 @@ from optimize.data.splits import hold_out, subset
 from optimize.models.preprocessing import choose_preprocessing
 from optimize.models.resolve import resolve_model
 from optimize.models.source import ModelSource
-from serve.runtime import images
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError
+from serve.runtime.images import image_preprocessing
 from tests.narrow import encoded
 
 from .workbench import noting
@@ -73,7 +73,9 @@ def test_pixels_are_the_runtimes_own(way):
     split = Split(sources, torch.zeros(6, dtype=torch.int64))
     preprocessing = Preprocessing(20, (16, 18), interpolation="bicubic")
     ((batch, _),) = loader(split, preprocessing, batch_size=6, device=CPU)
-    assert torch.equal(batch, torch.stack([images.load(encoded(source), preprocessing) for source in sources]))
+    assert torch.equal(
+        batch, torch.stack([image_preprocessing.load(encoded(source), preprocessing) for source in sources])
+    )
 
 
 def test_shuffled_epochs_differ_and_each_is_repeatable_and_whole(way):
@@ -119,7 +121,7 @@ def test_a_file_that_has_gone_is_named(way, tmp_path):
 def test_a_split_is_decoded_once_and_forgotten_with_it(monkeypatch):
     split = numbered(5)
     first = decoded(split, TINY)
-    monkeypatch.setattr(images, "load", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr(image_preprocessing, "load", lambda *_: pytest.fail("decoded again"))
     assert decoded(split, TINY) is first
     kept = len(data_module._kept)
     del split

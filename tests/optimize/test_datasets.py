@@ -23,8 +23,8 @@ from optimize.data.formats.base import open_data
 from optimize.data.formats.torchvision import SETS, open_torchvision
 from optimize.data.records import Split
 from optimize.data.splits import subset
-from serve.runtime import images
 from serve.runtime.errors import UserError
+from serve.runtime.images import image_preprocessing
 from tests.narrow import encoded, file
 
 from .workbench import noting
@@ -57,7 +57,7 @@ def test_digits_are_scikit_learns_images_each_once_with_its_label():
         for image, label in zip(bunch.images, bunch.target, strict=True)
     )
     actual = Counter(
-        (images.decode(encoded(source), 1).numpy().tobytes(), label)
+        (image_preprocessing.decode(encoded(source), 1).numpy().tobytes(), label)
         for split in (data.train, data.val)
         for source, label in zip(split.sources, split.labels.tolist(), strict=True)
     )
@@ -560,7 +560,7 @@ def test_a_data_set_that_keeps_pixels_in_memory_is_read_from_torchvisions_files(
     assert data.native_size == (28, 28)
     for split, part in ((data.train, "train"), (data.val, "t10k")):
         assert split.labels.tolist() == [index % 10 for index in range(len(split))]
-        decoded = torch.cat([images.decode(encoded(source), 1) for source in split.sources])
+        decoded = torch.cat([image_preprocessing.decode(encoded(source), 1) for source in split.sources])
         assert torch.equal(decoded, torch.from_numpy(expected[part]))
 
 

@@ -16,11 +16,11 @@ from optimize.data.loading import loader
 from optimize.listener import Silent
 from optimize.models.preprocessing import PreprocessingConfig, Wish
 from optimize.run.job import Job, open_job
-from serve.runtime.budget import Budget
-from serve.runtime.card import Preprocessing, read_card
-from serve.runtime.documents import SEAL, sealed
-from serve.runtime.headers import read_header
-from serve.runtime.intake import load_item
+from serve.runtime.card.budget import Budget
+from serve.runtime.card.card import Preprocessing, read_card
+from serve.runtime.card.json_documents import SEAL, sealed
+from serve.runtime.images.headers import read_header
+from serve.runtime.service.image_loading import load_item
 from tests.serve.artifacts import torchscript
 
 from .workbench import CPU, TINY_NET

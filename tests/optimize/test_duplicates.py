@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optimize.quantization.lowering.duplicates import merge_alike
-from serve.runtime.integers import ANY_X86, TENSORRT
+from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT
 
 from .workbench import Between, is_meant
 

@@ -37,9 +37,9 @@ from optimize.quantization.targets import target_named
 from optimize.run.session import Session
 from optimize.store.objects import Store
 from optimize.tracing.folding import fuse_module
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 from tests.processor import VNNI, WIDEST
 
 from .families import FAMILIES, build, side

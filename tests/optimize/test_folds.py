@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from optimize.quantization.lowering.tensorrt.overlapping_patches import write_out_folds
-from serve.runtime.integers import ANY_X86, TENSORRT
+from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT
 from tests.optimize.workbench import Between, is_meant
 
 TWO = st.tuples(st.integers(1, 3), st.integers(1, 3))

@@ -13,7 +13,7 @@ from optimize.passes.ptq import Ptq
 from optimize.passes.qat import Qat
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
-from serve.config import Config
+from serve.common.config import Config
 
 
 def networks() -> int:

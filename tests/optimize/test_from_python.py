@@ -28,9 +28,9 @@ from optimize.data.pixels import decoded, load
 from optimize.data.sources import Pixels, Records
 from optimize.models.preprocessing import PreprocessingConfig, Wish, choose_preprocessing
 from optimize.models.resolve import resolve_model
-from serve.runtime import images
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError
+from serve.runtime.images import image_preprocessing
 from tests.narrow import encoded
 
 from .picture_files import PICTURE_FILES
@@ -80,7 +80,7 @@ FORMS: dict[str, Data] = {
 def test_every_form_gives_the_same_pixels_labels_and_fingerprint(form):
     data = image_data(FORMS[form], (PIXELS[:6], LABELS[:6]))
     expected = image_data(FORMS["tensors"], (PIXELS[:6], LABELS[:6]))
-    assert [images.decode(encoded(source)).tolist() for source in data.train.sources] == PIXELS.tolist()
+    assert [image_preprocessing.decode(encoded(source)).tolist() for source in data.train.sources] == PIXELS.tolist()
     assert data.train.labels.tolist() == LABELS.tolist()
     assert data.train.fingerprint == expected.train.fingerprint
     assert data.native_size == (10, 12)
@@ -134,12 +134,14 @@ def test_a_loader_that_draws_some_images_gives_no_more():
 def test_grey_pixels_stay_grey():
     data = image_data((PIXELS[:, :1], LABELS), (PIXELS[:, 0], LABELS))
     for split in (data.train, data.val):
-        assert [images.decode(encoded(source), 1)[0].tolist() for source in split.sources] == PIXELS[:, 0].tolist()
+        assert [image_preprocessing.decode(encoded(source), 1)[0].tolist() for source in split.sources] == PIXELS[
+            :, 0
+        ].tolist()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.float64])
 def test_floats_that_are_prepared_as_stated_become_the_pixels_they_were_made_of(kind):
-    floats = images.normalise(PIXELS, DONE, torch.device("cpu"), torch.float32).to(kind)
+    floats = image_preprocessing.normalise(PIXELS, DONE, torch.device("cpu"), torch.float32).to(kind)
     data = image_data((floats, LABELS), (PIXELS, LABELS), preprocessing=DONE)
     assert data.preprocessing == DONE
     off = (decoded(data.train, DONE).int() - PIXELS.int()).abs().max()
@@ -220,7 +222,7 @@ def test_many_images_are_mapped_from_a_file_without_a_name(monkeypatch, tmp_path
     kept = image_data(FORMS["tensors"], (PIXELS, LABELS), scratch=tmp_path)
     assert isinstance(kept.train.sources, Records)
     assert isinstance(kept.train.sources.data, np.memmap)
-    assert [images.decode(encoded(source)).tolist() for source in kept.train.sources] == PIXELS.tolist()
+    assert [image_preprocessing.decode(encoded(source)).tolist() for source in kept.train.sources] == PIXELS.tolist()
     assert [path for path in tmp_path.iterdir() if path.name != "cache"] == []
 
 
@@ -239,7 +241,9 @@ def test_a_picture_gives_the_pixels_of_its_file(kind):
         data = image_data([(opened, 0), (opened, 1)], (PIXELS[:6], LABELS[:6]))
     white = 65535 if kind.startswith("32") else None
     kept = encoded(data.train.sources[0])
-    assert torch.equal(images.decode(kept, pixel_max=white), images.decode(file, pixel_max=white))
+    assert torch.equal(
+        image_preprocessing.decode(kept, pixel_max=white), image_preprocessing.decode(file, pixel_max=white)
+    )
 
 
 def test_a_picture_that_is_prepared_is_not_turned_and_its_deep_greys_are_not_cut_off():
@@ -247,7 +251,7 @@ def test_a_picture_that_is_prepared_is_not_turned_and_its_deep_greys_are_not_cut
     values = np.arange(16, dtype=np.uint16).reshape(4, 4)
     picture = Image.fromarray(values * 257)
     picture.getexif()[ExifTags.Base.Orientation] = 6
-    assert images.upright(picture) is not picture
+    assert image_preprocessing.upright(picture) is not picture
     held = [(picture, label) for label in (0, 1)]
     source = image_data(held, held, preprocessing=grey).train.sources[0]
     assert np.array_equal(np.asarray(source), [values])
@@ -268,4 +272,4 @@ def test_images_of_one_to_four_channels_are_read_as_they_are(channels, form):
         rows = [Image.fromarray(image[..., 0] if channels == 1 else image) for image in rows]
     data = image_data(list(zip(rows, [0, 1, 0, 1], strict=True)), [(rows[0], 0)])
     for source, expected in zip(data.train.sources, pixels, strict=True):
-        assert torch.equal(images.decode(encoded(source), channels), torch.from_numpy(expected))
+        assert torch.equal(image_preprocessing.decode(encoded(source), channels), torch.from_numpy(expected))

@@ -25,11 +25,11 @@ from optimize.measure.worker import OPENED_LATER
 from optimize.passes.dynamic import DYNAMIC, Dynamic
 from optimize.passes.half import HALF, Half
 from optimize.passes.onnx_half import ONNX_HALF
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import open_engine
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import EngineError
-from serve.runtime.execution import Execution
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 from tests.narrow import layer
 from tests.processor import NEEDS_BF16
 
@@ -325,7 +325,7 @@ import torch
 for name in {later!r}:  # which each would import
     importlib.import_module(name)
 from pathlib import Path
-from serve.runtime.card import load_card
+from serve.runtime.card.card import load_card
 from serve.runtime.engines.base import open_engine, preferred
 for folder, out in json.loads({folders!r}):
     if child := os.fork():  # a process for each, that need not import torch again

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from optimize.store import hashes as module
 from optimize.store.hashes import Hashes
 from optimize.store.objects import Store
-from serve.runtime.card import sha256_file
+from serve.runtime.card.card import sha256_file
 from tests.optimize.workbench import noting
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from optimize.errors import PassError
 from optimize.quantization.graph.in_place_writes import name_written
 from optimize.tracing.trace import trace
-from serve.runtime.integers import ANY_X86, TENSORRT
+from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT
 from tests.optimize.workbench import Between, is_meant
 
 

@@ -22,7 +22,7 @@ from optimize.store.artifact import REFERENCE_FILE, Artifact
 from optimize.store.objects import Store
 from optimize.training.config import TrainingConfig
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 
 from .workbench import CPU, GREY16, TINY_NET, noise_context, parent_of, quantizers, run
 

@@ -18,10 +18,10 @@ from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import Qat
 from optimize.quantization.targets import x86_target
 from optimize.store.artifact import Artifact
-from serve.runtime import integers
+from serve.runtime.card.execution import Execution
+from serve.runtime.device import cpu_integers
 from serve.runtime.engines.base import engines, executions_for, open_engine
 from serve.runtime.errors import EngineError, UserError
-from serve.runtime.execution import Execution
 from tests.processor import NEEDS_VNNI
 
 from .test_int8_kernels import depthwise
@@ -40,8 +40,8 @@ import torch
 torch.cpu._is_vnni_supported = lambda: False
 from pathlib import Path
 from serve.runtime.errors import EngineError
-from serve.runtime.execution import Execution
-from serve.runtime.predictor import Predictor
+from serve.runtime.card.execution import Execution
+from serve.runtime.service.predictor import Predictor
 pixels, said = torch.load({pixels!r}), {{}}
 for folder, engine in json.loads({pairs!r}):
     try:
@@ -126,7 +126,7 @@ def narrow(tmp_path_factory) -> dict[str, Artifact]:
 
 
 def _written(entry: Any, config: Any, parent: Artifact, root: Path) -> Artifact:
-    from serve.runtime.card import sha256_file, write_card
+    from serve.runtime.card.card import sha256_file, write_card
 
     context = noise_context(train=noise(64, 1, 100, 140))
     product, folder = entry.apply(parent, config, context, root / entry.name), root / entry.name
@@ -146,7 +146,7 @@ def test_seven_bits_open_there_and_answer_as_everywhere_whatever_comes_in(narrow
     pairs = [(narrow[name].folder, engine) for name, found in ENGINES.items() for engine in found]
     assert set(without_vnni(pairs, pixels, tmp_path).values()) == {None}
     logits = {f"{engine} there": torch.load(f"{folder}-{engine}.logits") for folder, engine in pairs}
-    from serve.runtime.predictor import infer
+    from serve.runtime.service.predictor import infer
 
     for name, found in ENGINES.items():
         card = narrow[name].card
@@ -162,7 +162,7 @@ def test_seven_bits_open_there_and_answer_as_everywhere_whatever_comes_in(narrow
 
 
 def test_what_cannot_be_checked_here_is_not_built(session, trained, monkeypatch) -> None:
-    monkeypatch.setattr(integers, "has_vnni", lambda: False)
+    monkeypatch.setattr(cpu_integers, "has_vnni", lambda: False)
     for config in (Ptq(target="x86-vnni"), Qat(target="x86-vnni")):
         with pytest.raises(UserError, match=r"target: x86-vnni cannot be built here: .* target: x86 runs on every x86"):
             session.apply(trained, config)
@@ -181,12 +181,12 @@ def test_engines_refuse_integers_that_they_do_not_compute(made) -> None:
 
 
 def test_other_processors_than_x86_have_no_sums_of_16_bits(monkeypatch) -> None:
-    monkeypatch.setattr(integers, "has_vnni", lambda: False)
+    monkeypatch.setattr(cpu_integers, "has_vnni", lambda: False)
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert integers.saturates("x86-vnni") is None
+    assert cpu_integers.saturates("x86-vnni") is None
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    assert integers.saturates("x86-vnni") is not None
-    assert integers.saturates("x86") is integers.saturates(None) is None
+    assert cpu_integers.saturates("x86-vnni") is not None
+    assert cpu_integers.saturates("x86") is cpu_integers.saturates(None) is None
 
 
 def test_a_network_in_seven_bits_keeps_its_answers(trained, made, digits_context) -> None:

@@ -17,7 +17,7 @@ from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.base import executions_for, open_engine
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 
 #: One behind quantized layers and before others, with weights that do not suit one scale; and the last.
 KEPT = ("expand.0", "head")

@@ -9,9 +9,9 @@ import pytest
 
 from optimize.store import keys
 from optimize.store.keys import Key, content, make_key, opening, paired
-from serve.runtime.card import Ancestor, Card, Preprocessing
-from serve.runtime.certificate import Certificate
-from serve.runtime.execution import Execution
+from serve.runtime.card.card import Ancestor, Card, Preprocessing
+from serve.runtime.card.certificate import Certificate
+from serve.runtime.card.execution import Execution
 
 PLAIN = Preprocessing(16, (16, 16))
 CARD: dict[str, Any] = {"name": "ptq", "files": {"model.pt": "0" * 64}}

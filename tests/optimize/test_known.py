@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from optimize.errors import PassError
 from optimize.lint.base import lint
+from serve.runtime.card.execution import Execution
+from serve.runtime.device.cpu_integers import ANY_X86
 from serve.runtime.engines.base import execution_id
-from serve.runtime.execution import Execution
-from serve.runtime.integers import ANY_X86
 
 from .test_certify_layers import GRAPHS, TORCH, Made, quantized
 from .workbench import Between, is_meant, quantizers

@@ -13,7 +13,7 @@ from optimize.errors import NotApplicableError
 from optimize.quantization.convert import trace_calls
 from optimize.quantization.rewrites.functional_layers import lift_functions, write_out_padding
 from optimize.tracing.trace import trace
-from serve.runtime.integers import ANY_X86, TENSORRT
+from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT
 from tests.optimize.workbench import Between, is_meant, with_running_statistics
 
 

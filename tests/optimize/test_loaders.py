@@ -27,8 +27,8 @@ from torch.utils.data import (
 
 from optimize.data.from_python import image_data
 from optimize.data.records import Split
-from serve.runtime import images
 from serve.runtime.errors import UserError
+from serve.runtime.images import image_preprocessing
 from tests.narrow import encoded
 
 PIXELS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (20, 3, 6, 7), dtype=np.uint8))
@@ -43,7 +43,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def pictures(split: Split) -> list[Any]:
-    return [images.decode(encoded(source)).tolist() for source in split.sources]
+    return [image_preprocessing.decode(encoded(source)).tolist() for source in split.sources]
 
 
 def read(loader: Any) -> Split:

@@ -23,11 +23,11 @@ from optimize.models.by_value import pickled_by_value
 from optimize.models.logits import ending_of, giving_logits, materialised, with_one_tensor
 from optimize.tracing.trace import trace
 from optimize.training.objective import label_loss, soft_loss
-from serve.runtime.card import Card, Preprocessing, read_card
-from serve.runtime.documents import sealed
+from serve.runtime.card.card import Card, Preprocessing, read_card
+from serve.runtime.card.json_documents import sealed
+from serve.runtime.card.known_answer import KnownAnswer, parse_known
 from serve.runtime.errors import Refusal, UserError
-from serve.runtime.known import KnownAnswer, parse_known
-from serve.runtime.predictor import probabilities_of
+from serve.runtime.service.predictor import probabilities_of
 from tests.narrow import layer
 
 SHAPE = (3, 8, 8)

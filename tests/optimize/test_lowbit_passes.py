@@ -27,10 +27,10 @@ from optimize.run.certificates import reference_origin
 from optimize.run.saved import take
 from optimize.store.artifact import Artifact
 from optimize.store.effects import read_effects
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import open_engine
 from serve.runtime.errors import PipelineError, UserError
-from serve.runtime.execution import Execution
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 
 from .workbench import CPU, noise_context, packed_weights, parent_of, quantizers, run, with_running_statistics
 

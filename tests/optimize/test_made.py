@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from optimize.quantization.rewrites.constant_tensors import make_once
 from optimize.tracing.trace import note_shapes, trace
-from serve.runtime.integers import ANY_X86, TENSORRT
+from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT
 
 from .workbench import Between, is_meant, noise_context
 

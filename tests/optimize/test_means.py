@@ -12,8 +12,8 @@ from torch import nn
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.placement.single_place_means import flatten_places
 from optimize.tracing.trace import note_shapes, trace
-from serve.runtime.card import Preprocessing
-from serve.runtime.integers import TENSORRT
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.device.cpu_integers import TENSORRT
 
 from .workbench import is_meant, noise_context, parent_of
 

@@ -14,7 +14,7 @@ from torch import nn
 from optimize.models import neighbours
 from optimize.models.neighbours import version_of
 from optimize.models.resolve import resolve_model
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError
 
 LINEAR = """

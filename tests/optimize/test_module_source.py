@@ -20,7 +20,7 @@ from optimize.models.module import module_source
 from optimize.models.preprocessing import choose_preprocessing
 from optimize.run.session import Session
 from optimize.store.objects import Store
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError
 from tests.narrow import layer
 

@@ -15,7 +15,7 @@ from optimize.lint.base import lint
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 
 from .workbench import decibels, lowered, noise_context, packed_in_torchscript
 

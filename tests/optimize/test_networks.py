@@ -25,12 +25,12 @@ from optimize.passes.ptq import Ptq
 from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE
 from optimize.tracing.folding import fuse_module
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.integers import ANY_X86, TENSORRT
-from serve.runtime.program_file import load_program
-from serve.runtime.script_file import load_script
+from serve.runtime.model_files.program_file import load_program
+from serve.runtime.model_files.script_file import load_script
 from tests.optimize.networks import CLASSES, SIDE, Spec, networks
 from tests.optimize.workbench import CPU, image_data, png, through_int8
 

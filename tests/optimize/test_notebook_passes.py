@@ -16,7 +16,7 @@ from optimize.models.module import module_source
 from optimize.passes.base import _REGISTRY, Pass, passes
 from optimize.run.session import Session
 from optimize.store.objects import Store
-from serve.config import Config
+from serve.common.config import Config
 from serve.runtime.errors import UserError
 from tests.test_extension import code_of
 
@@ -43,7 +43,7 @@ def level(): return 3
 def rounded(x, step=0.25, *, low=0): return level() + (x / step) + SHIFT + GRID.near(x)
 """
 PASS = """
-from serve.config import Config
+from serve.common.config import Config
 from optimize.passes.base import Pass
 def factory(power):
     def apply(parent, config, context, folder):

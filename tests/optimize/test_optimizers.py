@@ -16,7 +16,7 @@ from optimize.training.config import TrainingConfig
 from optimize.training.loop import top1, train
 from optimize.training.optimizers import clip, make_optimizer
 from serve.runtime.errors import UserError
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 
 from .workbench import CPU, GREY16, noise, noise_context
 

@@ -14,8 +14,8 @@ from optimize.passes.base import Pass
 from optimize.passes.fine_tune import FINE_TUNE, FineTune
 from optimize.passes.qat import QAT, Qat
 from optimize.tracing.trace import trace
-from serve.config import Config
-from serve.runtime.integers import ANY_X86
+from serve.common.config import Config
+from serve.runtime.device.cpu_integers import ANY_X86
 from tests.optimize import foreign_layers
 from tests.optimize.workbench import is_meant, noise_context, parent_of
 

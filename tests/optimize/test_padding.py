@@ -31,7 +31,7 @@ from optimize.tracing.trace import trace
 from optimize.tracing.zero_padding import fold_padding
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 from tests.optimize.explicit_nets import OPS, rounded
 from tests.optimize.foreign_layers import GatedSameConv, SameConv
 from tests.optimize.workbench import decibels, lowered, noise_context, through_int8

@@ -11,7 +11,7 @@ from optimize.passes import base
 from optimize.passes.onnx import Onnx
 from serve.runtime.engines.base import executions_for, open_engine
 from serve.runtime.errors import UserError
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 from tests.benchmarked import benchmark
 
 pytestmark = pytest.mark.peers

@@ -32,11 +32,11 @@ from optimize.run.publishing import MEASUREMENTS_FILE
 from optimize.store.artifact import WEIGHTS_FILE
 from optimize.store.objects import Store, fault
 from optimize.store.pruning import prunable
-from serve.runtime.card import load_card
+from serve.runtime.card.card import load_card
+from serve.runtime.card.known_answer import KNOWN_FILE, read_known
 from serve.runtime.errors import PipelineError, UserError
-from serve.runtime.known import KNOWN_FILE, read_known
-from serve.runtime.predictor import Predictor
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
+from serve.runtime.service.predictor import Predictor
 from tests.narrow import encoded
 from tests.programs import Programs
 

@@ -27,14 +27,14 @@ from optimize.passes.onnx_half import ONNX_HALF, OnnxHalf
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.store.artifact import REFERENCE_FILE, Artifact, Product
-from serve.config import Config
-from serve.runtime.card import Card, Preprocessing, sha256_file, write_card
+from serve.common.config import Config
+from serve.runtime.card.card import Card, Preprocessing, sha256_file, write_card
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import executions_for, open_engine, unavailable
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
-from serve.runtime.predictor import Predictor, infer
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
+from serve.runtime.service.predictor import Predictor, infer
 from tests.processor import NEEDS_VNNI
 
 from .workbench import noise, noise_context, parent_of, png

@@ -23,8 +23,8 @@ from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.quantization.gate import sqnr
 from optimize.store.artifact import REFERENCE_FILE
-from serve.runtime.card import Preprocessing
-from serve.runtime.program_file import load_program
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.model_files.program_file import load_program
 from tests.processor import WIDEST
 
 from .network_blocks import Called

@@ -16,9 +16,9 @@ from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.quantization.convert import trace_calls
 from optimize.quantization.placement.global_pools import free_last_pool
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import execution_id
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.execution import Execution
 from tests.processor import NEEDS_VNNI
 
 from .test_certify_layers import GRAPHS, TORCH, Made, quantized

@@ -21,7 +21,7 @@ from optimize.models.preprocessing import PreprocessingConfig, Wish, choose_prep
 from optimize.models.resolve import resolve_model, with_checkpoint, with_named_weights
 from optimize.run.job import Job, open_job
 from optimize.run.recipe import load_recipe
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError
 
 from .runs_fixtures import TINY, Heard, run_recipe, with_stages

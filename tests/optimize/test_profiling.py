@@ -38,10 +38,10 @@ from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from optimize.store.files import write_json
 from optimize.store.objects import Store
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
-from serve.runtime.onnx_session import cpu_session
+from serve.runtime.model_files.onnx_session import cpu_session
 from tests.processor import WIDEST
 
 from .branched import baseline

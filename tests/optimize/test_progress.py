@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from optimize.report.terminal import Display
-from serve.progress import ProgressBar, TerminalSurface, duration, here, surface
+from serve.common.progress import ProgressBar, TerminalSurface, duration, here, surface
 
 from .runs_fixtures import NO_GRAPHS, ONE_THREAD, UNCOMPILED
 
@@ -74,7 +74,7 @@ def test_a_long_step_that_says_nothing_is_shown_with_the_time_so_far() -> None:
 
 def test_the_time_left_is_what_the_rest_takes_at_the_same_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, now = Drawn(), [1000.0]
-    monkeypatch.setattr("serve.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("serve.common.progress.time.monotonic", lambda: now[0])
     bar = ProgressBar(drawn, after_s=2.0)
     bar.started("speed")
     now[0] += 30.0
@@ -87,7 +87,7 @@ def test_between_two_reports_the_time_left_runs_down_and_what_takes_longer_tells
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn, now = Drawn(), [1000.0]
-    monkeypatch.setattr("serve.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("serve.common.progress.time.monotonic", lambda: now[0])
     bar = ProgressBar(drawn, after_s=2.0)
     bar.started("start")
     now[0] += 10.0
@@ -105,7 +105,7 @@ def test_between_two_reports_the_time_left_runs_down_and_what_takes_longer_tells
 
 
 def test_a_bar_that_is_told_nothing_goes_on_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.progress._TICK_S", 0.02)
+    monkeypatch.setattr("serve.common.progress._TICK_S", 0.02)
     drawn = Drawn()
     bar = ProgressBar(drawn, after_s=0.01)
     bar.started("export")
@@ -187,8 +187,8 @@ def test_a_notebook_shows_the_bar_the_variant_and_none_of_torchs_deprecations(
         monkeypatch.setenv(name, value)
     cells = [
         f"{NO_GRAPHS}\n"
-        "import optimize as opt, serve.progress\n"
-        "serve.progress.SHOWN_AFTER_S = 0.1\n"  # the tiny network is not trained for two seconds
+        "import optimize as opt, serve.common.progress\n"
+        "serve.common.progress.SHOWN_AFTER_S = 0.1\n"  # the tiny network is not trained for two seconds
         f"base = opt.load({TINY!r}, store={str(tmp_path / 'store')!r}, device='cpu', training=opt.Training(epochs=3))",
         "opt.apply(opt.apply(base, opt.Fuse()), opt.Ptq(images=32)).predict("
         "opt.Variant.predict.__globals__['_encoded'](__import__('PIL.Image').Image.new('RGB', (8, 8))))",

@@ -39,7 +39,7 @@ FAST = {"execution": {"engine": "torchscript", "threads": 1}, "batch": 64, "roun
 
 _LEAST = """
 import math, sys, time, torch
-from serve.runtime.execution import keep_memory
+from serve.runtime.card.execution import keep_memory
 keep_memory()
 torch.set_num_threads(1)
 programs, batch, share = [torch.jit.load(path) for path in sys.argv[1:3]], torch.load(sys.argv[3]), float(sys.argv[4])

@@ -33,8 +33,8 @@ from optimize.store.effects import read_effects
 from optimize.store.objects import Store
 from optimize.tracing.trace import trace
 from serve.runtime.errors import UserError
-from serve.runtime.images import normalise
-from serve.torchserve.archive import build_archive
+from serve.runtime.images.image_preprocessing import normalise
+from serve.torchserve.archive_builder import build_archive
 from tests.narrow import layer
 from tests.serve.own_process import TOKEN, running
 
@@ -130,7 +130,7 @@ def test_settings_of_a_training_are_taken_for_those_of_a_fine_tuning() -> None:
 OPEN = """
 import sys, torch
 from pathlib import Path
-from serve.runtime.card import load_card
+from serve.runtime.card.card import load_card
 from serve.runtime.engines.base import open_engine, preferred
 folder = Path(sys.argv[1])
 card = load_card(folder)

@@ -27,7 +27,7 @@ from optimize.store.locks import Hold, unshared
 from optimize.store.objects import Store
 from optimize.store.pruning import Prunable, prunable, prune
 from serve.runtime.errors import UserError
-from serve.torchserve.identity import Identity
+from serve.torchserve.process_identity import Identity
 from serve.torchserve.state import RunningServer, ServedModel, state_folder
 
 from .tiny_net import Tiny

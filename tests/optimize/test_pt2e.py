@@ -27,11 +27,11 @@ from optimize.run.certificates import reference_origin
 from optimize.run.results import measure
 from optimize.store.artifact import REFERENCE_FILE, Artifact
 from optimize.tracing.folding import fuse_module
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import open_engine
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 
 from .conftest import SHORT
 from .explicit_nets import Int8Linear

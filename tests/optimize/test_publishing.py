@@ -11,11 +11,11 @@ import pytest
 
 from optimize.measure.rows import Row
 from optimize.run.publishing import evidence_of, preferred_executions
-from serve.options import ServingOptions
-from serve.packing import package_run
-from serve.runtime.card import Card, Preprocessing
+from serve.common.options import ServingOptions
+from serve.packing.pack import package_run
+from serve.runtime.card.card import Card, Preprocessing
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import pair_id
-from serve.runtime.execution import Execution
 from tests.optimize import synthetic
 
 from .runs_fixtures import TinyRun, copied_store, run_recipe, tiny_run, with_stages

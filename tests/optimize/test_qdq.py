@@ -29,7 +29,7 @@ from optimize.quantization.rewrites.full_slices import drop_whole_slices
 from optimize.store.artifact import REFERENCE_FILE
 from optimize.tracing.trace import note_shapes
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 from tests.processor import NEEDS_VNNI, WIDEST
 
 from .explicit_nets import Int8Linear
@@ -245,7 +245,7 @@ def test_any_batch_size_gives_each_image_the_same_logits(made, digits_context, c
 
 def test_the_graph_classifies_as_torchs_program_does(made, digits):
     from optimize.data.loading import loader
-    from serve.runtime.images import normalise
+    from serve.runtime.images.image_preprocessing import normalise
 
     from .workbench import CPU, GREY16
 
@@ -595,7 +595,7 @@ def test_a_resnet_has_at_most_27_hundredths_of_the_float_graphs_bytes(tmp_path):
     from torchvision.models.resnet import BasicBlock, ResNet
 
     from optimize.passes.onnx import ONNX, Onnx
-    from serve.runtime.card import Preprocessing
+    from serve.runtime.card.card import Preprocessing
 
     torch.manual_seed(0)
     module = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=4).eval()

@@ -28,7 +28,7 @@ from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import UserError
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 from tests.narrow import layer
 from tests.processor import WIDEST
 

@@ -23,7 +23,7 @@ from optimize.quantization.static import calibrating, observing
 from optimize.quantization.targets import Target
 from optimize.run.session import Session
 from optimize.store.objects import Store
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 
 from .workbench import CPU, TINY_NET, noise_context, noting, parent_of
 

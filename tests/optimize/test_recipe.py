@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from optimize.measure.timing import Timing
 from optimize.run.recipe import DEFAULT_RECIPE, Recipe, load_recipe
 from optimize.training.config import TrainingConfig
-from serve.options import ServingOptions
-from serve.runtime.budget import SERVING
+from serve.common.options import ServingOptions
+from serve.runtime.card.budget import SERVING
+from serve.runtime.card.execution import Execution
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
 
 
 def load(tmp_path: Path, text: str) -> Recipe:

@@ -17,8 +17,8 @@ from optimize.measure.statistics import paired_difference, paired_interval
 from optimize.run.halves import halves
 from optimize.run.recommendation import Recommend, recommend
 from optimize.run.turns import turns
+from serve.runtime.card.execution import Execution
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
 
 from .candidates import Case
 

@@ -19,7 +19,7 @@ from optimize.quantization.ranges import weight_observer
 from optimize.quantization.recovery.adaround import Rounding, learn_rounding
 from optimize.store.effects import read_effects
 from serve.runtime.errors import UserError
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 from tests.narrow import layer
 from tests.processor import WIDEST
 

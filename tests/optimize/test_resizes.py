@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from optimize.quantization.rewrites.resizes import write_out_resizes
-from serve.runtime.integers import ANY_X86, TENSORRT
+from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT
 from tests.optimize.workbench import Between, is_meant
 
 CURVES: dict[str, dict[str, Any]] = {

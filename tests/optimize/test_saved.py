@@ -23,7 +23,7 @@ from optimize.run.saved import take
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from optimize.store.objects import Store
-from serve.runtime.card import load_card
+from serve.runtime.card.card import load_card
 from serve.runtime.errors import UserError
 
 from .runs_fixtures import ROOT, TINY

@@ -14,8 +14,8 @@ from optimize.quantization.graph.explicit_quantizers import quantizing
 from optimize.quantization.lowering.qdq import reference_form
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.targets import x86_target
+from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.integers import ANY_X86, TENSORRT
 from tests.optimize import workbench
 from tests.optimize.workbench import is_meant
 

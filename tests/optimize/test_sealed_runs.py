@@ -20,10 +20,10 @@ from optimize.report.runs import faults_of, report_of
 from optimize.store.keys import make_key
 from optimize.store.objects import Store
 from optimize.store.pruning import prunable, prune
-from serve.runtime.card import sha256_file
+from serve.runtime.card.card import sha256_file
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import Serving
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
-from serve.runtime.serving import Serving
 
 from .runs_fixtures import Heard, made_run, run_recipe, shared_folder, with_stages
 from .workbench import noting
@@ -138,7 +138,7 @@ def test_a_run_that_finds_everything_made_hashes_no_model_and_no_archive_to_seal
 ) -> None:
     again(small_store)  # from here on the run's files are those of the store: links
     hashed: list[str] = []
-    monkeypatch.setattr("serve.sealed.sha256_file", noting(hashed, sha256_file, lambda path: path.name))
+    monkeypatch.setattr("serve.runs.sealed_files.sha256_file", noting(hashed, sha256_file, lambda path: path.name))
     run_recipe(small_store, SMALL)
     assert "report.json" in hashed
     assert not [name for name in hashed if name.endswith((".pt2", ".safetensors", ".mar"))]
@@ -176,7 +176,7 @@ def test_packing_again_mends_an_archive_and_its_bill_as_verify_says(small_store:
     (folder / "tiny-baseline.mar").unlink()
     first, second, last = invoke(small_store, "verify tiny").stderr.splitlines()
     for line in (first, second):
-        assert f"`{serve.hints.command('serve package tiny', small_store)}` packs it as the run did" in line
+        assert f"`{serve.common.hints.command('serve package tiny', small_store)}` packs it as the run did" in line
     assert last.startswith("error: 2 of 4 are damaged")
     result = invoke(small_store, "package tiny")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -211,7 +211,7 @@ def test_a_run_that_is_killed_before_it_seals_says_so_and_the_next_one_mends_it(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("optimize.run.pipeline.sealed.seal", killed)
+        patch.setattr("optimize.run.pipeline.sealed_files.seal", killed)
         with pytest.raises(KeyboardInterrupt):
             run_recipe(small_store, {**SMALL, "serving": {"workers": 2}})
         shutil.copytree(small_store / "tiny", small_store / "first")

@@ -49,9 +49,9 @@ from optimize.run.session import Session, Step
 from optimize.run.turns import turns
 from optimize.store.objects import Store
 from optimize.variant import Variant
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import execution_id
 from serve.runtime.errors import EngineError, PipelineError, UserError
-from serve.runtime.execution import Execution
 from tests.programs import Programs
 
 from .runs_fixtures import Heard, write_recipe

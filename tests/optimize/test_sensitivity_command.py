@@ -24,9 +24,9 @@ from optimize.run.job import Job
 from optimize.run.reopened import artifact_of, reopen_run
 from optimize.store.objects import Store
 from optimize.store.pruning import prunable
+from serve.runs.sealed_files import seal
+from serve.runtime.card.execution import Execution
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
-from serve.sealed import seal
 
 from .runs_fixtures import TinyRun, copied_store, tiny_run
 

@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from optimize.data.formats.base import open_data
-from serve.runs import Target, select
+from serve.runs.stored_runs import Target, select
+from serve.runtime.card.serving import read_serving
 from serve.runtime.engines.base import execution_id
 from serve.runtime.errors import PipelineError
-from serve.runtime.predictor import Predictor
-from serve.runtime.serving import read_serving
+from serve.runtime.service.predictor import Predictor
 from serve.torchserve import server
 from serve.torchserve.client import Client
 from serve.torchserve.state import RunningServer

@@ -30,11 +30,11 @@ from optimize.store import hashes
 from optimize.store.artifact import REFERENCE_FILE
 from optimize.store.objects import Store
 from optimize.training.config import TrainingConfig, trains
-from serve.config import Config
-from serve.runtime.card import Preprocessing, load_card, sha256_file
-from serve.runtime.documents import sealed, unsealed
+from serve.common.config import Config
+from serve.runtime.card.card import Preprocessing, load_card, sha256_file
+from serve.runtime.card.json_documents import sealed, unsealed
 from serve.runtime.errors import UserError
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 
 from .conftest import SHORT
 from .tiny_net import Tiny

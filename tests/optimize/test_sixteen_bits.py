@@ -25,10 +25,10 @@ from optimize.quantization.lowering.qdq import lower
 from optimize.quantization.targets import target_named
 from optimize.store.artifact import REFERENCE_FILE
 from optimize.tracing.folding import fuse_module
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import UserError
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 
 from .families import FAMILIES
 from .workbench import CPU, image_data, noise, parent_of, with_running_statistics

@@ -128,7 +128,11 @@ def test_whoever_reads_a_registry_depends_on_all_that_may_be_in_it(package: Path
 
 def test_a_pass_depends_on_what_it_calls_and_not_on_other_passes() -> None:
     found = closure("optimize.passes.ptq")
-    assert {"optimize.quantization.targets", "optimize.data.loading", "serve.runtime.images"} <= found
+    assert {
+        "optimize.quantization.targets",
+        "optimize.data.loading",
+        "serve.runtime.images.image_preprocessing",
+    } <= found
     assert {name for name in found if name.startswith("optimize.passes.")} == {
         "optimize.passes.ptq",
         "optimize.passes.base",

@@ -22,7 +22,7 @@ from optimize.store import objects as store_module
 from optimize.store.files import write_atomically, write_json
 from optimize.store.keys import make_key
 from optimize.store.objects import Store, StoredObject, fault
-from serve.runtime.card import sha256_file
+from serve.runtime.card.card import sha256_file
 from serve.runtime.errors import UserError
 
 from .workbench import noting

@@ -27,10 +27,10 @@ from optimize.store.artifact import Artifact
 from optimize.store.objects import Store
 from optimize.training.config import TrainingConfig, inputs
 from optimize.training.distil import Distil
-from serve.runtime.card import Card, Preprocessing
+from serve.runtime.card.card import Card, Preprocessing
+from serve.runtime.card.execution import Execution
 from serve.runtime.errors import UserError
-from serve.runtime.execution import Execution
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 from tests.processor import NEEDS_BF16
 
 from .runs_fixtures import run_recipe, with_stages

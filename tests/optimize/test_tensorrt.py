@@ -22,9 +22,9 @@ from optimize.passes.onnx import ONNX, Onnx
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.store.artifact import REFERENCE_FILE, Artifact
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.engines.base import engines_for, executions_for
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 from tests.narrow import layer
 
 from .workbench import decibels, noise_context, parent_of, quantizers, run, through_int8, with_running_statistics

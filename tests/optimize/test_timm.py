@@ -15,7 +15,7 @@ from optimize.models.checkpoint import read_checkpoint
 from optimize.models.fitting import load_into
 from optimize.models.preprocessing import choose_preprocessing
 from optimize.models.resolve import resolve_model, with_named_weights
-from serve.runtime.card import Preprocessing
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError
 from tests.narrow import layer
 

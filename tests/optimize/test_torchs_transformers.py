@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.tracing.trace import trace
-from serve.runtime.integers import ANY_X86, TENSORRT
+from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT
 
 from .workbench import is_meant, noise_context, parent_of
 

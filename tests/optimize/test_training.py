@@ -19,7 +19,7 @@ from optimize.training import loop as training
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import top1, train
 from serve.runtime.errors import UserError
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 from tests.narrow import layer
 
 from .tiny_net import Tiny

@@ -22,7 +22,7 @@ from optimize.training import loop as training
 from optimize.training.events import write_histories
 from optimize.training.loop import train
 from serve.runtime.errors import UserError
-from serve.runtime.images import normalise
+from serve.runtime.images.image_preprocessing import normalise
 
 from .conftest import SHORT
 from .test_resuming import Heard

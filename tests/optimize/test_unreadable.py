@@ -23,9 +23,9 @@ from optimize.run.session import Session
 from optimize.store.objects import Store
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
-from serve.runtime import images
 from serve.runtime.errors import UserError
-from serve.runtime.predictor import Predictor
+from serve.runtime.images import image_preprocessing
+from serve.runtime.service.predictor import Predictor
 from tests.narrow import encoded
 
 from .test_training import FAST, brightness, network
@@ -73,7 +73,7 @@ def test_a_tolerated_image_is_left_out_of_its_batch_and_the_others_keep_their_la
     rows, labels = [], []
     for numbers, batch, truth in read.numbered():
         for row, image in zip(numbers.tolist(), batch, strict=True):
-            assert torch.equal(image, images.load(whole.sources[row], GREY16))
+            assert torch.equal(image, image_preprocessing.load(whole.sources[row], GREY16))
         rows += numbers.tolist()
         labels += truth.tolist()
     assert rows == [row for row in range(20) if row not in {1, 12}]

@@ -10,8 +10,8 @@ from torch import nn
 
 from optimize.errors import PassError
 from optimize.export.onnx_graph.write import export_onnx, run_onnx
+from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT, VNNI_X86
 from serve.runtime.engines.openvino import compile_bytes
-from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
 
 from .workbench import Between, decibels, is_meant, lowered, noise_context
 

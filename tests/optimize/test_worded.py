@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from serve.runtime.integers import TENSORRT
+from serve.runtime.device.cpu_integers import TENSORRT
 
 from .workbench import Between, is_meant
 

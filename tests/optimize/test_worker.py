@@ -23,11 +23,11 @@ from optimize.measure.processes import Worker, environment, template, worker
 from optimize.measure.references import open_reference, pickled
 from optimize.measure.surroundings import timing_here
 from optimize.measure.timing import Timing
-from serve.runtime.card import Preprocessing, load_card
+from serve.runtime.card.card import Preprocessing, load_card
+from serve.runtime.card.execution import ENVIRONMENT, STARTED_WITH, Execution
 from serve.runtime.engines.base import executions_for
 from serve.runtime.errors import EngineError, PipelineError, UserError
-from serve.runtime.execution import ENVIRONMENT, STARTED_WITH, Execution
-from serve.runtime.predictor import Predictor
+from serve.runtime.service.predictor import Predictor
 from tests.programs import Programs
 from tests.serve import artifacts
 
@@ -128,7 +128,7 @@ def test_training_writes_into_the_environment_and_keys_stay() -> None:
         import os
         import optimize
         from optimize.measure.surroundings import timing_here
-        from serve.runtime.execution import Execution
+        from serve.runtime.card.execution import Execution
         before = timing_here(Execution("exported"))
         import torch
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -154,9 +154,9 @@ def test_opening_imports_no_library(folders: dict[str, Path]) -> None:
         from pathlib import Path
         from optimize.measure.worker import prepare
         prepare()
-        from serve.runtime.card import load_card
+        from serve.runtime.card.card import load_card
         from serve.runtime.engines.base import executions_for, unavailable
-        from serve.runtime.predictor import Predictor
+        from serve.runtime.service.predictor import Predictor
         for folder in map(Path, sys.argv[1:]):
             for execution in executions_for(load_card(folder)):
                 unavailable(execution.engine, "cpu")

@@ -27,11 +27,11 @@ from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact
-from serve.runtime.card import Card, Preprocessing, sha256_file
+from serve.runtime.card.card import Card, Preprocessing, sha256_file
+from serve.runtime.device.cpu_integers import TENSORRT
 from serve.runtime.engines.base import open_engine, preferred
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.integers import TENSORRT
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 from tests.narrow import AnyModule
 
 CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from benchmarks.hostile.pictures import encoded, picture
-from serve.runtime.card import Card, Device, Format, Preprocessing, sha256_file, write_card
-from serve.runtime.images import load
-from serve.runtime.known import KNOWN_FILE, KnownAnswer
-from serve.runtime.predictor import Predictor
-from serve.runtime.program_file import save_program
+from serve.runtime.card.card import Card, Device, Format, Preprocessing, sha256_file, write_card
+from serve.runtime.card.known_answer import KNOWN_FILE, KnownAnswer
+from serve.runtime.images.image_preprocessing import load
+from serve.runtime.model_files.program_file import save_program
+from serve.runtime.service.predictor import Predictor
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 PREPROCESSING = Preprocessing(resize=36, crop=(32, 32))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve.asgi.application import Application
+from serve.asgi.http.application import Application
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from serve.layout import archive_path
-from serve.options import ServingOptions
-from serve.runs import model_name
-from serve.runtime.budget import SERVING
-from serve.runtime.execution import ENVIRONMENT
+from serve.common.layout import archive_path
+from serve.common.options import ServingOptions
+from serve.runs.stored_runs import model_name
+from serve.runtime.card.budget import SERVING
+from serve.runtime.card.execution import ENVIRONMENT
 from serve.torchserve import server
-from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.client import Client
 from serve.torchserve.configuration import HOST, Ports
 from serve.torchserve.java import command_line

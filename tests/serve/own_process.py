@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from serve.options import ServingOptions
-from serve.torchserve.archive import build_archive
+from serve.common.options import ServingOptions
+from serve.torchserve.archive_builder import build_archive
 from tests.serve import artifacts
 
 TOKEN = "t" * 32

@@ -14,18 +14,18 @@ import torch
 import uvicorn
 import uvloop
 
-from serve.asgi import kserve_routes, oip_routes, predictions
-from serve.asgi.application import Application
-from serve.asgi.call import Limits
-from serve.asgi.grpc_server import GrpcServer
-from serve.asgi.metrics import Metrics
-from serve.asgi.models import Models, Served
-from serve.asgi.tokens import Tokens
-from serve.runtime.execution import Execution
-from serve.runtime.images import load
-from serve.runtime.predictor import PassedOver, Predictor
-from serve.runtime.service import Service
-from serve.runtime.serving import Serving
+from serve.asgi.http.application import Application
+from serve.asgi.http.call import Limits
+from serve.asgi.http.served_models import Models, Served
+from serve.asgi.http.tokens import Tokens
+from serve.asgi.process.metrics import Metrics
+from serve.asgi.protocols import kserve_v1, oip_routes, predictions
+from serve.asgi.protocols.grpc_server import GrpcServer
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import Serving
+from serve.runtime.images.image_preprocessing import load
+from serve.runtime.service.predictor import PassedOver, Predictor
+from serve.runtime.service.service import Service
 from tests.serve import artifacts
 
 TOKEN = "a-token-for-tests"
@@ -78,7 +78,7 @@ def run_server(root: Path) -> Iterator[Running]:
         models, limits=Limits(body_bytes=BODY_LIMIT, body_s=BODY_SECONDS), tokens=Tokens(token_file)
     )
     predictions.add_routes(application)
-    kserve_routes.add_routes(application)
+    kserve_v1.add_routes(application)
     oip_routes.add_routes(application)
     Metrics(application)
     grpc_server = GrpcServer(application)

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from serve.asgi import hanging, http_server, process
-from serve.asgi.application import Application
-from serve.asgi.call import Limits
-from serve.asgi.listening import Listening
-from serve.asgi.models import Models, Served
-from serve.asgi.settings import Settings
-from serve.runtime.execution import Execution
-from serve.runtime.serving import Serving
+from serve.asgi.http import http_server
+from serve.asgi.http.application import Application
+from serve.asgi.http.call import Limits
+from serve.asgi.http.listen_sockets import Listening
+from serve.asgi.http.served_models import Models, Served
+from serve.asgi.http.server_settings import Settings
+from serve.asgi.process import server_process, watchdog
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import Serving
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[], Awaitable[Streams]]
@@ -73,9 +74,9 @@ def stuck_model(service: Any) -> Served:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, service: Any) -> None:
     """What a process of the own server serves is ``service``, whatever it is told; it sees at once that it broke."""
-    monkeypatch.setattr("serve.asgi.changing.load", lambda *_, **__: stuck_model(service))
-    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
-    monkeypatch.setattr(hanging, "LOOK_S", 0.05)
+    monkeypatch.setattr("serve.asgi.process.model_updates.load", lambda *_, **__: stuck_model(service))
+    monkeypatch.setattr(server_process._Process, "_loaded", lambda *_: None)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.05)
 
 
 @asynccontextmanager
@@ -91,7 +92,7 @@ async def started(
 ) -> AsyncIterator[tuple[http_server.HttpServer, socket.socket, Application]]:
     served = Models()
     served.replace({entry.name: [entry] for entry in models})
-    application = process.build(settings, served)
+    application = server_process.build(settings, served)
     server = http_server.HttpServer(http_server.uvicorn_config(application, settings))
     opened = settings.listening.open()
     running = asyncio.ensure_future(server.serve(sockets=[opened]))

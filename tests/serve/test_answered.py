@@ -24,11 +24,11 @@ import httpx
 import psutil
 import pytest
 
-from serve import layout
-from serve.load.wire import stages
-from serve.options import ServingOptions
-from serve.torchserve import live, server
-from serve.torchserve.archive import build_archive
+from serve.common import layout
+from serve.common.options import ServingOptions
+from serve.load.http_connection import stages
+from serve.torchserve import live_changes, server
+from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.configuration import HOST
 from serve.torchserve.limits import MIB, Limits
 from serve.torchserve.state import RunningServer, state_folder
@@ -251,8 +251,8 @@ def test_workers_are_killed_again_and_again_and_every_request_is_answered(served
 def test_a_model_is_replaced_and_removed_with_hundreds_of_requests_in_flight(served: Served) -> None:
     extra = "small-extra"
     path = archive(served.store, extra, ServingOptions(batch_size=8, max_batch_delay_ms=20))
-    live.add(served.store, {extra: path})
-    assert set(in_flight_while(served, extra, lambda: live.replace(served.store, extra, path))) == {200}
+    live_changes.add(served.store, {extra: path})
+    assert set(in_flight_while(served, extra, lambda: live_changes.replace(served.store, extra, path))) == {200}
     with served.running.client(served.store) as client:
         worker = psutil.Process(client.workers(extra)[0]["pid"])
 
@@ -273,7 +273,7 @@ def test_a_model_is_replaced_and_removed_with_hundreds_of_requests_in_flight(ser
     assert set(found) == {200, 404}, found
     assert found[200] >= IN_FLIGHT, "what was accepted is answered"
     assert served.post(extra).status_code == 404
-    assert extra not in live.remove(served.store, [extra]).models
+    assert extra not in live_changes.remove(served.store, [extra]).models
 
 
 def in_flight_while(

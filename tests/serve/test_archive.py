@@ -20,15 +20,15 @@ from pydantic import ValidationError
 
 from optimize.measure.wanted import wanted_executions
 from optimize.store.sources import closure
-from serve.archive_file import MANIFEST_FILE, check_archive, serving_in
-from serve.options import ServingOptions
-from serve.runtime.budget import SERVING, Budget
-from serve.runtime.card import load_card, sha256_file, write_card
+from serve.archive.archive_file import MANIFEST_FILE, check_archive, serving_in
+from serve.common.options import ServingOptions
+from serve.runtime.card.budget import SERVING, Budget
+from serve.runtime.card.card import load_card, sha256_file, write_card
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import Serving
 from serve.runtime.errors import CardError, EngineError, UserError
-from serve.runtime.execution import Execution
-from serve.runtime.predictor import Predictor
-from serve.runtime.serving import Serving
-from serve.torchserve.archive import build_archive
+from serve.runtime.service.predictor import Predictor
+from serve.torchserve.archive_builder import build_archive
 from tests.serve import artifacts
 
 
@@ -46,7 +46,7 @@ def test_an_archive_holds_what_is_needed_to_serve_and_nothing_else(folders: dict
         manifest = json.loads(archive.read("MAR-INF/MANIFEST.json"))
         assert json.loads(archive.read("index_to_name.json")) == {str(i): c for i, c in enumerate(artifacts.CLASSES)}
     assert {"card.json", "model.pt", "handler.py", "model-config.yaml", "serve/__init__.py"} <= names
-    assert "serve/runtime/predictor.py" in names
+    assert "serve/runtime/service/predictor.py" in names
     assert "weights.safetensors" not in names
     assert not any(name.startswith(("serve/cli", "optimize", "/")) for name in names)
     assert manifest["model"] == {
@@ -64,7 +64,7 @@ def test_all_that_the_handler_and_the_runtime_import_of_the_project_travels(
     path = build_archive(folders["script"], tmp_path / "x.mar", model_name="small-script")
     with zipfile.ZipFile(path) as archive:
         modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in archive.namelist()}
-    needed = closure("serve.torchserve.handler", "serve.runtime.predictor", "serve.runtime.engines.torchscript")
+    needed = closure("serve.torchserve.handler", "serve.runtime.service.predictor", "serve.runtime.engines.torchscript")
     assert needed - {"serve.torchserve.handler"} <= modules
 
 
@@ -201,7 +201,7 @@ def test_what_this_machine_cannot_run_is_packed_for_one_that_can(
 ) -> None:
     folder = artifacts.int8(tmp_path / "artifact")
     write_card(folder, dataclasses.replace(load_card(folder), target="x86-vnni"))
-    monkeypatch.setattr("serve.runtime.integers.has_vnni", lambda: False)
+    monkeypatch.setattr("serve.runtime.device.cpu_integers.has_vnni", lambda: False)
     for refused in (Predictor, lambda folder: wanted_executions(load_card(folder), ["cpu"], None, needed=False)):
         with pytest.raises(EngineError, match="this CPU has none"):
             refused(folder)
@@ -300,7 +300,7 @@ def rewritten(entries: dict[str, bytes], tmp_path: Path) -> tuple[Path, Path]:
 def test_a_whole_archive_passes_its_own_check(packed: Path, tmp_path: Path) -> None:
     card = check_archive(packed)
     assert set(contents(packed)) == {"card.json", *card.files, *card.packed}
-    assert {"handler.py", "serve/runtime/predictor.py", "model-config.yaml"} <= set(card.packed)
+    assert {"handler.py", "serve/runtime/service/predictor.py", "model-config.yaml"} <= set(card.packed)
     _, folder = rewritten(contents(packed), tmp_path)
     (folder / "serve" / "__pycache__").mkdir()
     (folder / "serve" / "__pycache__" / "x.pyc").write_bytes(b"")  # as Python leaves it
@@ -333,10 +333,12 @@ def test_a_file_that_was_added_to_an_archive_is_found_and_named(name: str, packe
 
 def test_a_file_that_was_removed_or_doubled_is_found_and_named(packed: Path, tmp_path: Path) -> None:
     entries = contents(packed)
-    archive, folder = rewritten({k: v for k, v in entries.items() if k != "serve/runtime/images.py"}, tmp_path)
-    with pytest.raises(CardError, match=r"serve/runtime/images\.py"):
+    archive, folder = rewritten(
+        {k: v for k, v in entries.items() if k != "serve/runtime/images/image_preprocessing.py"}, tmp_path
+    )
+    with pytest.raises(CardError, match=r"serve/runtime/images/image_preprocessing\.py"):
         check_archive(archive)
-    with pytest.raises(CardError, match=r"serve/runtime/images\.py"):
+    with pytest.raises(CardError, match=r"serve/runtime/images/image_preprocessing\.py"):
         load_card(folder)
     with zipfile.ZipFile(packed, "a") as opened, pytest.warns(UserWarning, match="Duplicate"):
         opened.writestr("handler.py", entries["handler.py"])

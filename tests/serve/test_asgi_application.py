@@ -19,23 +19,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.asgi import kserve_routes, oip_rest, oip_routes, predictions
-from serve.asgi.application import CLIENT_GONE, Application
-from serve.asgi.asking import Asking
-from serve.asgi.call import Limits
-from serve.asgi.loading import load
-from serve.asgi.messages import RefusedError, Response, answer_response
-from serve.asgi.models import Models, Served
-from serve.asgi.plan import Wanted
-from serve.asgi.tokens import Tokens
-from serve.options import ServingOptions
-from serve.runtime.observing import Observation
-from serve.runtime.predictor import Predictor
-from serve.runtime.protocol import Request
-from serve.runtime.service import Service
-from serve.torchserve.archive import build_archive
+from serve.archive.verification import Policy
+from serve.asgi.http.application import CLIENT_GONE, Application
+from serve.asgi.http.call import Limits
+from serve.asgi.http.inference_call import InferenceCall
+from serve.asgi.http.messages import RefusedError, Response, answer_response
+from serve.asgi.http.served_models import Models, Served
+from serve.asgi.http.tokens import Tokens
+from serve.asgi.process.model_loader import load
+from serve.asgi.process.serving_plan import Wanted
+from serve.asgi.protocols import kserve_v1, oip_rest, oip_routes, predictions
+from serve.common.options import ServingOptions
+from serve.runtime.service.observation import Observation
+from serve.runtime.service.predictor import Predictor
+from serve.runtime.service.protocol import Request
+from serve.runtime.service.service import Service
+from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
-from serve.verified import Policy
 from tests.serve import artifacts
 from tests.serve.asgi_client import Answer, ask, send
 from tests.serve.test_handler import context_of
@@ -149,7 +149,7 @@ def test_a_browsers_question_from_another_site_is_told_what_to_do(served: Served
 def test_questions_for_health_are_no_requests_to_log(served: Served, path: str) -> None:
     made = application(served)
     oip_routes.add_routes(made)
-    kserve_routes.add_routes(made)
+    kserve_v1.add_routes(made)
     seen: list[Observation] = []
     made.observers.append(seen.append)
     ask(made, "GET", path)
@@ -334,7 +334,7 @@ def test_who_observes_does_not_hold_up_an_answer(served: Served) -> None:
 def test_a_full_queue_is_told_at_once(served: Served, artifact: Path) -> None:
     class Full(Computing):
         def submit(self, request: Any, *, deadline: float | None = None, here: bool = False) -> Future[Any]:
-            from serve.runtime.service import QueueFull
+            from serve.runtime.service.service import QueueFull
 
             raise QueueFull("256 requests wait already: try again later")
 
@@ -347,7 +347,7 @@ def test_a_full_queue_is_told_at_once(served: Served, artifact: Path) -> None:
     async def refused() -> list[Any]:
         loop = asyncio.get_running_loop()
         with pytest.raises(RefusedError):
-            await Asking(full, Request((artifacts.jpeg(1),), 5, listed=False)).answered()
+            await InferenceCall(full, Request((artifacts.jpeg(1),), 5, listed=False)).answered()
         return [timer for timer in loop._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
 
     assert asyncio.run(refused()) == [], "a timer keeps its images for as long as it has to answer"
@@ -363,7 +363,7 @@ def test_a_long_answer_is_written_beside_the_event_loop(
         threads.append(threading.current_thread() is threading.main_thread())
         return answer_response(*given)
 
-    monkeypatch.setattr("serve.asgi.predictions.answer_response", noted)
+    monkeypatch.setattr("serve.asgi.protocols.predictions.answer_response", noted)
     body = instances(*[artifacts.jpeg(1)] * count)
     assert ask(application(served), "POST", f"/predictions/tiny?k={k}", body, JSON).status == 200
     assert threads == [not apart]

@@ -17,15 +17,15 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.asgi import hanging, process
-from serve.asgi.changing import Changing
-from serve.asgi.listening import Listening
-from serve.asgi.member import Failed, Member
-from serve.asgi.models import Models, Served
-from serve.asgi.plan import Wanted
-from serve.asgi.settings import Settings
+from serve.archive.verification import Policy
+from serve.asgi.http.listen_sockets import Listening
+from serve.asgi.http.served_models import Models, Served
+from serve.asgi.http.server_settings import Settings
+from serve.asgi.process import server_process, watchdog
+from serve.asgi.process.group_member import Failed, Member
+from serve.asgi.process.model_updates import ModelUpdates
+from serve.asgi.process.serving_plan import Wanted
 from serve.runtime.errors import EngineError, UserError
-from serve.verified import Policy
 from tests.serve.stuck import PING, Stuck, settings, stand_in, started, stuck_model
 
 
@@ -39,7 +39,7 @@ def test_when_a_device_is_lost_the_process_ends_with_the_reason(monkeypatch: pyt
             service.broken = "CUDA error: device-side assert"
 
     with pytest.raises(EngineError, match="stuck: CUDA error: device-side assert: the server ends"):
-        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [wanted], said)
+        server_process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [wanted], said)
 
 
 def test_while_it_serves_who_waits_for_pythons_lock_gets_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_while_it_serves_who_waits_for_pythons_lock_gets_it_soon(monkeypatch: py
 
     before = sys.getswitchinterval()
     with pytest.raises(EngineError, match="the test is over"):
-        process.run(
+        server_process.run(
             Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path("stuck.mar"))], said
         )
     (serving,) = intervals
@@ -71,9 +71,9 @@ def test_a_model_that_no_engine_runs_stops_the_start_or_is_left_out(monkeypatch:
             raise EngineError("gpu-only: it runs on a GPU, and none was assigned here")
         return stuck_model(service)
 
-    monkeypatch.setattr("serve.asgi.changing.load", load)
-    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
-    monkeypatch.setattr(hanging, "LOOK_S", 0.05)
+    monkeypatch.setattr("serve.asgi.process.model_updates.load", load)
+    monkeypatch.setattr(server_process._Process, "_loaded", lambda *_: None)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.05)
     wanted = [Wanted(name, "1.0", Path(f"{name}.mar")) for name in ("stuck", "gpu-only")]
     lines: list[str] = []
 
@@ -83,9 +83,9 @@ def test_a_model_that_no_engine_runs_stops_the_start_or_is_left_out(monkeypatch:
             service.broken = "the test is over"
 
     with pytest.raises(EngineError, match="gpu-only: it runs on a GPU"):
-        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: wanted, say)
+        server_process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: wanted, say)
     with pytest.raises(EngineError, match="the test is over"):
-        process.run(Settings(listening=Listening(port=0), drain_s=1, leave_out=True), lambda: wanted, say)
+        server_process.run(Settings(listening=Listening(port=0), drain_s=1, leave_out=True), lambda: wanted, say)
     assert "left out: gpu-only 1.0: gpu-only: it runs on a GPU, and none was assigned here" in lines
 
 
@@ -106,8 +106,8 @@ def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_end
 
     service = Hanging()
     stand_in(monkeypatch, service)
-    monkeypatch.setattr(hanging, "_GRACE_S", 0.5)
-    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.5)
+    monkeypatch.setattr("serve.asgi.process.server_process.os._exit", leave)
     answers: list[httpx.Response] = []
     asking: list[threading.Thread] = []
 
@@ -118,7 +118,9 @@ def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_end
             asking[0].start()
 
     with pytest.raises(ExitedError, match="1"):
-        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], say)
+        server_process.run(
+            Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], say
+        )
     asking[0].join()
     assert answers[0].status_code == 504
     assert "did not answer within 1 s" in answers[0].json()["error"]
@@ -126,12 +128,12 @@ def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_end
 
 def test_a_pause_of_the_process_is_not_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of SIGSTOP, a container or a machine that is stopped: for as long, nothing runs."""
-    monkeypatch.setattr(hanging, "LOOK_S", 0.05)
-    monkeypatch.setattr(hanging, "_GRACE_S", 0.5)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.05)
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.5)
     service: Any = Stuck()
 
     async def run() -> bool:
-        watching = process._Process(settings(), list, lambda _: None)
+        watching = server_process._Process(settings(), list, lambda _: None)
         watching._models = Models()
         watching._models.replace({"stuck": [stuck_model(service)]})
         looking = asyncio.ensure_future(watching._watch())
@@ -167,10 +169,10 @@ class Hung(Stuck):
             self.released.wait(30)
 
 
-def changing(*served: Served, drain_s: float) -> Changing:
+def changing(*served: Served, drain_s: float) -> ModelUpdates:
     models = Models()
     models.replace({entry.name: [entry] for entry in served})
-    return Changing(
+    return ModelUpdates(
         models,
         gpu=None,
         queue=None,
@@ -223,10 +225,10 @@ def test_a_process_of_several_tells_why_it_leaves_beside_an_engine_that_hangs(mo
     def leave(status: int) -> None:
         raise ExitedError(status)
 
-    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
+    monkeypatch.setattr("serve.asgi.process.server_process.os._exit", leave)
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        leaving = process._Process(settings(), list, lambda _: None, Member(0, 2, 1, None, theirs, Path()))
+        leaving = server_process._Process(settings(), list, lambda _: None, Member(0, 2, 1, None, theirs, Path()))
         leaving._failure = EngineError("m: it hangs")
         with pytest.raises(ExitedError, match="1"):
             leaving._exit(1)
@@ -251,10 +253,12 @@ def test_told_to_end_while_it_opens_a_model_it_does_not_wait_for_it(monkeypatch:
         if line.startswith("serving"):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("serve.asgi.changing.load", load)
-    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
+    monkeypatch.setattr("serve.asgi.process.model_updates.load", load)
+    monkeypatch.setattr("serve.asgi.process.server_process.os._exit", leave)
     with pytest.raises(ExitedError, match="0"):
-        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], say)
+        server_process.run(
+            Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], say
+        )
 
 
 def test_told_to_end_while_it_changes_models_it_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,11 +283,11 @@ def test_told_to_end_while_it_changes_models_it_does_not_wait_for_them(monkeypat
             wanted[:] = [Wanted("stuck", "2.0", Path())]
             os.kill(os.getpid(), signal.SIGHUP)
 
-    monkeypatch.setattr("serve.asgi.changing.load", load)
-    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
-    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
+    monkeypatch.setattr("serve.asgi.process.model_updates.load", load)
+    monkeypatch.setattr("serve.asgi.process.server_process.os._exit", leave)
+    monkeypatch.setattr(server_process._Process, "_loaded", lambda *_: None)
     with pytest.raises(ExitedError, match="0"):
-        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: list(wanted), say)
+        server_process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: list(wanted), say)
 
 
 def test_told_twice_to_look_again_it_serves_what_was_said_last() -> None:
@@ -303,8 +307,8 @@ def test_told_twice_to_look_again_it_serves_what_was_said_last() -> None:
             changed.append(told[0].version)
 
     async def run() -> None:
-        looking = process._Process(settings(), wanted, lambda _: None)
-        looking._changing = Noting()  # type: ignore[assignment]
+        looking = server_process._Process(settings(), wanted, lambda _: None)
+        looking._updates = Noting()  # type: ignore[assignment]
         looking._models = Models()
         looking._begun.set()
         await asyncio.gather(looking._look_again(), looking._look_again())
@@ -332,13 +336,13 @@ def test_told_to_look_again_while_it_loads_it_is_not_ready_before_it_has(
         time.sleep(0.5)
         return stuck_model(service)
 
-    monkeypatch.setattr("serve.asgi.changing.load", load)
+    monkeypatch.setattr("serve.asgi.process.model_updates.load", load)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         systemd.settimeout(5)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         with pytest.raises(EngineError, match="the test is over"):
-            process.run(Settings(listening=Listening(port=0), drain_s=1), wanted, lambda _: None)
+            server_process.run(Settings(listening=Listening(port=0), drain_s=1), wanted, lambda _: None)
         assert systemd.recv(100) == b"READY=1"
         assert systemd.recv(100).startswith(b"RELOADING=1\n")
 
@@ -380,9 +384,9 @@ def test_the_socket_of_another_server_at_its_path_outlives_it(
             raise EngineError("the test is over")
 
         if not listens:
-            monkeypatch.setattr(process, "build", not_begun)
+            monkeypatch.setattr(server_process, "build", not_begun)
         with pytest.raises(EngineError, match="the test is over"):
-            process.run(
+            server_process.run(
                 Settings(listening=Listening(path=path), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], said
             )
         assert path.exists()
@@ -400,5 +404,7 @@ def test_its_own_socket_a_server_takes_with_it(tmp_path: Path, monkeypatch: pyte
             service.broken = "the test is over"
 
     with pytest.raises(EngineError, match="the test is over"):
-        process.run(Settings(listening=Listening(path=path), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], said)
+        server_process.run(
+            Settings(listening=Listening(path=path), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], said
+        )
     assert [*seen, path.exists()] == [True, False]

@@ -25,12 +25,12 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve.asgi import group
-from serve.asgi.listening import Listening
-from serve.asgi.member import Change, HasChanged
-from serve.asgi.settings import Settings
-from serve.options import ServingOptions
-from serve.torchserve.archive import build_archive
+from serve.asgi.http.listen_sockets import Listening
+from serve.asgi.http.server_settings import Settings
+from serve.asgi.process import process_group
+from serve.asgi.process.group_member import Change, Changed
+from serve.common.options import ServingOptions
+from serve.torchserve.archive_builder import build_archive
 from tests.serve import artifacts
 from tests.serve.certificates import certify
 from tests.serve.own_process import IMAGE, Server, assert_ends_in_order, make_archives, running, write_models
@@ -402,21 +402,21 @@ def test_told_twice_to_change_it_is_ready_when_all_have_for_the_second_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states: list[str] = []
-    monkeypatch.setattr(group, "notify", lambda state: states.append(state.partition("\n")[0]))
-    together = group._Group(Settings(listening=Listening(port=0)), list, lambda _: None, [[0], [1]], tmp_path)
+    monkeypatch.setattr(process_group, "notify", lambda state: states.append(state.partition("\n")[0]))
+    together = process_group._Group(Settings(listening=Listening(port=0)), list, lambda _: None, [[0], [1]], tmp_path)
     process: Any = None
     pipes = [multiprocessing.Pipe() for _ in range(2)]
-    together._members = {number: group._Started(process, ours) for number, (ours, _) in enumerate(pipes)}
+    together._members = {number: process_group._Started(process, ours) for number, (ours, _) in enumerate(pipes)}
     together._was_ready = True
     together._change()
     together._change()
     for number, (_, theirs) in enumerate(pipes):
         assert [theirs.recv() for _ in range(2)] == [Change(1), Change(2)]
-        theirs.send(HasChanged(1))
+        theirs.send(Changed(1))
         together._hear(number, together._members[number])
     assert states == ["RELOADING=1", "RELOADING=1"]
     for number, (ours, theirs) in enumerate(pipes):
-        theirs.send(HasChanged(2))
+        theirs.send(Changed(2))
         together._hear(number, together._members[number])
         theirs.close()
         ours.close()

@@ -21,22 +21,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.main import get_command
 
-from serve.asgi import reading
-from serve.asgi.forms import parts_of
-from serve.asgi.listening import Listening
-from serve.asgi.messages import RefusedError, Response
-from serve.asgi.models import Models, Served
-from serve.asgi.notify import notify
-from serve.asgi.plan import Plan, versions_of
-from serve.asgi.router import Router
-from serve.asgi.tokens import Tokens, make_token_file
+from serve.asgi.http.listen_sockets import Listening
+from serve.asgi.http.messages import RefusedError, Response
+from serve.asgi.http.multipart import parts_of
+from serve.asgi.http.router import Router
+from serve.asgi.http.served_models import Models, Served
+from serve.asgi.http.tokens import Tokens, make_token_file
+from serve.asgi.process.serving_plan import Plan, versions_of
+from serve.asgi.process.systemd_notify import notify
+from serve.asgi.protocols import grpc_admission
 from serve.cli import app
-from serve.packing import package_run
+from serve.packing.pack import package_run
+from serve.runs.sealed_files import seal
 from serve.runtime.errors import RequestError, UserError
-from serve.runtime.logs import JsonLines, RequestLog
-from serve.runtime.observing import Observation
-from serve.runtime.stages import Stages
-from serve.sealed import seal
+from serve.runtime.service.logs import JsonLines, RequestLog
+from serve.runtime.service.observation import Observation
+from serve.runtime.service.stages import Stages
 from tests.serve import artifacts
 
 A, B, C = "a" * 20, "b" * 20, "c" * 20
@@ -484,10 +484,12 @@ def test_systemd_is_told_where_it_asks(abstract: bool, tmp_path: Path, monkeypat
 
 
 def test_a_reader_whose_own_time_is_over_gives_way_when_it_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_PATIENCE_S", 0.4)
+    monkeypatch.setattr(grpc_admission, "_PATIENCE_S", 0.4)
     told: list[str] = []
 
-    async def read(turns: reading.Reading, name: str, begins: float, seconds: float, lingers: float = 0.0) -> None:
+    async def read(
+        turns: grpc_admission.MessageAdmission, name: str, begins: float, seconds: float, lingers: float = 0.0
+    ) -> None:
         await asyncio.sleep(begins)
         try:
             async with turns.turn():
@@ -501,7 +503,7 @@ def test_a_reader_whose_own_time_is_over_gives_way_when_it_has_gone(monkeypatch:
             told.append(f"{name}: read")
 
     async def run() -> None:
-        turns = reading.Reading(1, 1.0)
+        turns = grpc_admission.MessageAdmission(1, 1.0)
         await asyncio.gather(
             read(turns, "first", 0.0, 60.0, lingers=0.4),  # its time is over at 1 s, and it leaves at 1.4
             read(turns, "second", 0.8, 0.0),  # sees at 1.2 s that it has waited, and has its turn until 1.8

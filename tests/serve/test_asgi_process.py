@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from benchmarks.hostile import mutations
-from serve.runtime.execution import ENVIRONMENT
+from serve.runtime.card.execution import ENVIRONMENT
 from tests.serve.damaged import asked
 from tests.serve.own_process import IMAGE, TOKEN, Server, assert_ends_in_order, make_archives, running, write_models
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from serve.asgi import http_server, process
-from serve.asgi.listening import Listening
-from serve.asgi.plan import Wanted
-from serve.asgi.settings import Settings
-from serve.asgi.tls import Tls
+from serve.asgi.http import http_server
+from serve.asgi.http.listen_sockets import Listening
+from serve.asgi.http.server_settings import Settings
+from serve.asgi.http.tls import Tls
+from serve.asgi.process import server_process
+from serve.asgi.process.serving_plan import Wanted
 from serve.runtime.errors import EngineError, UserError
 from tests.serve.certificates import certify
 from tests.serve.stuck import PING, Stuck, listening, stand_in, started
@@ -129,7 +130,7 @@ def test_a_tls_client_that_nobody_reads_for_does_not_hold_up_the_end(
 
     wanted = [Wanted("stuck", "1.0", Path("stuck.mar"))]
     with pytest.raises(EngineError, match="the test is over"):
-        process.run(Settings(listening=secure, drain_s=20), lambda: wanted, said)
+        server_process.run(Settings(listening=secure, drain_s=20), lambda: wanted, said)
     ended = time.monotonic()
     clients[0].close()
     closed, answer, began = told

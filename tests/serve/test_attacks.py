@@ -23,23 +23,23 @@ from typer.main import get_command
 from benchmarks.attacks import Kind, attack
 from benchmarks.hostile import bodies, bombs
 from benchmarks.hostile.pictures import encoded, picture
-from serve.archive_file import check_archive
-from serve.asgi.loading import load
-from serve.asgi.plan import Wanted
+from serve.archive.archive_file import check_archive
+from serve.archive.signature import sign
+from serve.archive.verification import Policy
+from serve.asgi.process.model_loader import load
+from serve.asgi.process.serving_plan import Wanted
 from serve.cli import app
+from serve.common.options import ServingOptions
 from serve.load.plan import Target
-from serve.options import ServingOptions
-from serve.runtime.card import CARD_FILE, read_card, sha256_file, write_card
+from serve.runtime.card.card import CARD_FILE, read_card, sha256_file, write_card
 from serve.runtime.errors import CardError, EngineError, Refusal
-from serve.runtime.protocol import Request
-from serve.signing import sign
-from serve.torchserve.archive import build_archive
+from serve.runtime.service.protocol import Request
+from serve.torchserve.archive_builder import build_archive
 from serve.tune.servers import Live
-from serve.verified import Policy
 from tests.serve import artifacts, crafted
 from tests.serve.own_server import Running, bearer
 from tests.serve.test_oip_server import image_tensor
-from tests.serve.test_signing import make_keys
+from tests.serve.test_signature import make_keys
 
 GOOD = artifacts.jpeg(1)
 

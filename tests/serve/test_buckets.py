@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.runtime.buckets import DEFAULT_BUCKETS, StaticBatches, pieces
-from serve.runtime.cuda_graphs import agree
+from serve.runtime.device.buckets import DEFAULT_BUCKETS, StaticBatches, pieces
+from serve.runtime.device.cuda_graphs import agree
 from tests.serve import artifacts
 
 SHAPE = (3, 4, 5)

@@ -20,13 +20,13 @@ from PIL import Image
 
 from benchmarks.hostile import bombs
 from benchmarks.hostile.pictures import encoded, picture
-from serve.runtime.budget import SERVING, Account, Backlog, Budget
+from serve.runtime.card.budget import SERVING, Account, Backlog, Budget
 from serve.runtime.errors import ImageError, Refusal, UserError
-from serve.runtime.headers import opened, read_header
-from serve.runtime.images import decode
-from serve.runtime.intake import Loaded, load_items
-from serve.runtime.predictor import Outcome, Predictor
-from serve.runtime.structure import plain_jpeg, plain_webp
+from serve.runtime.images.headers import opened, read_header
+from serve.runtime.images.image_preprocessing import decode
+from serve.runtime.images.structure import plain_jpeg, plain_webp
+from serve.runtime.service.image_loading import Loaded, load_items
+from serve.runtime.service.predictor import Outcome, Predictor
 from tests.programs import Programs
 from tests.serve import artifacts
 from tests.serve.artifacts import jpeg
@@ -230,7 +230,7 @@ def test_a_slow_request_is_cut_off_between_its_images(artifact: Path, monkeypatc
         time.sleep(1)
         return load_items(*arguments)
 
-    monkeypatch.setattr("serve.runtime.intake.load_items", slow)
+    monkeypatch.setattr("serve.runtime.service.image_loading.load_items", slow)
     predictor = Predictor(artifact, budget=Budget(request_seconds=0.8))
     assert statuses(predictor.predict([jpeg(0)] * 3, 1)) == [200, 503, 503]
 
@@ -294,7 +294,7 @@ from typing import Any
 import psutil, torch
 from PIL import Image
 torch.set_num_threads(1)
-from serve.runtime.predictor import Predictor
+from serve.runtime.service.predictor import Predictor
 from benchmarks.hostile.pictures import encoded
 from tests.serve.artifacts import jpeg
 predictor = Predictor(Path(sys.argv[1]))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.runtime.card import (
+from serve.runtime.card.card import (
     Ancestor,
     Card,
     Preprocessing,
@@ -25,7 +25,7 @@ from serve.runtime.card import (
     write_card,
 )
 from serve.runtime.errors import CardError
-from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_builder import build_archive
 from tests.serve import artifacts
 
 from .test_certificate import CERTIFICATE
@@ -47,7 +47,7 @@ CARD = Card(
     versions={"torch": "2.14.1"},
     machine={"cores": 2, "gpu": None},
     notes=("a note",),
-    packed={"handler.py": SHA, "serve/runtime/card.py": SHA},
+    packed={"handler.py": SHA, "serve/runtime/card/card.py": SHA},
     certificate=CERTIFICATE,
 )
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from serve.asgi.loading import load
-from serve.asgi.plan import Wanted
-from serve.ceilings import Ceilings
-from serve.options import ServingOptions
-from serve.runtime.budget import SERVING, Budget
+from serve.archive.ceilings import Ceilings
+from serve.archive.verification import Policy, policy_of
+from serve.asgi.process.model_loader import load
+from serve.asgi.process.serving_plan import Wanted
+from serve.common.options import ServingOptions
+from serve.runtime.card.budget import SERVING, Budget
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import SERVING_FILE, Serving, parse_serving
 from serve.runtime.errors import CardError, UserError
-from serve.runtime.execution import Execution
-from serve.runtime.serving import SERVING_FILE, Serving, parse_serving
-from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.staging import stage
 from serve.torchserve.state import ServedModel
-from serve.verified import Policy, policy_of
 from tests.programs import Programs
 from tests.serve import artifacts
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from serve.runtime.card import load_card, read_card, write_card
-from serve.runtime.certificate import Agreement, Certificate
+from serve.runtime.card.card import load_card, read_card, write_card
+from serve.runtime.card.certificate import Agreement, Certificate
 from serve.runtime.errors import CardError
-from serve.runtime.predictor import Predictor
+from serve.runtime.service.predictor import Predictor
 
 from . import artifacts
 

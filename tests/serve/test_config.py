@@ -14,8 +14,8 @@ from torch import nn
 import optimize as opt
 from optimize.arguments import step_name
 from optimize.passes.base import passes
-from serve.config import Config
-from serve.options import ServingOptions
+from serve.common.config import Config
+from serve.common.options import ServingOptions
 from serve.runtime.errors import UserError
 
 

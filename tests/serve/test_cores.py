@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.asgi import group
-from serve.runtime import cores as module
-from serve.runtime.cores import cores, quota_of
+from serve.asgi.process import process_group
+from serve.runtime.device import cores as module
+from serve.runtime.device.cores import cores, quota_of
 
 
 def process(folder: Path, memberships: str, mounts: str) -> Path:
@@ -103,8 +103,8 @@ def test_processes_divide_the_cores_that_the_quota_pays_for(there: int, paid: in
     count = data.draw(st.integers(1, paid))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: set(range(there)))
-        patch.setattr(group, "cores", lambda: paid)
-        shares = group._divided_cores(count)
+        patch.setattr(process_group, "cores", lambda: paid)
+        shares = process_group._divided_cores(count)
     assert len(shares) == count
     assert all(shares)
     assert sum(map(len, shares)) == len({core for share in shares for core in share}) == paid
@@ -136,8 +136,8 @@ def half_a_core() -> Iterator[Path]:
 
 _SAYS = """
 import torch
-from serve.runtime.cores import cores, quota
-from serve.runtime.execution import Execution, settle
+from serve.runtime.device.cores import cores, quota
+from serve.runtime.card.execution import Execution, settle
 from optimize.measure.machine import machine
 settle(Execution("torchscript"), computes_with_torch=True)
 found = machine(torch.device("cpu"))

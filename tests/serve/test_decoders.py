@@ -16,11 +16,12 @@ from PIL import Image
 
 from benchmarks.hostile import bombs
 from benchmarks.hostile.pictures import encoded, picture
-from serve.load.known import known_answers
-from serve.load.known import opened as known_opened
-from serve.options import ServingOptions
-from serve.runtime.budget import SERVING, Budget
-from serve.runtime.card import Preprocessing, load_card
+from serve.common.options import ServingOptions
+from serve.load.reference_answers import known_answers
+from serve.load.reference_answers import opened as known_opened
+from serve.runtime.card.budget import SERVING, Budget
+from serve.runtime.card.card import Preprocessing, load_card
+from serve.runtime.card.serving import Serving
 from serve.runtime.decoders.base import (
     TINY_JPEG,
     Decoder,
@@ -34,14 +35,13 @@ from serve.runtime.decoders.base import (
 )
 from serve.runtime.engines.base import chain_for
 from serve.runtime.errors import BrokenError, EngineError, Refusal, UserError
-from serve.runtime.headers import read_header
-from serve.runtime.images import decode, load
-from serve.runtime.intake import load_items
-from serve.runtime.predictor import Predictor
-from serve.runtime.protocol import Request
-from serve.runtime.service import Service
-from serve.runtime.serving import Serving
-from serve.runtime.structure import whole_jpeg
+from serve.runtime.images.headers import read_header
+from serve.runtime.images.image_preprocessing import decode, load
+from serve.runtime.images.structure import whole_jpeg
+from serve.runtime.service.image_loading import load_items
+from serve.runtime.service.predictor import Predictor
+from serve.runtime.service.protocol import Request
+from serve.runtime.service.service import Service
 from tests.serve import artifacts
 from tests.serve.artifacts import PREPROCESSING, jpeg
 from tests.serve.test_handler import context_of, opened
@@ -186,7 +186,7 @@ def test_the_images_of_several_requests_are_decoded_together_and_answered_apart(
         assert [label.index for label in good] == [label.index for label in wanted]
     assert all(isinstance(outcome, list) for outcome in answers[-1])
     assert max(decoder.batches) > 1
-    assert (service._waiting.backlog._pixels, service._waiting.backlog._requests) == (0, 0)
+    assert (service._queues.backlog._pixels, service._queues.backlog._requests) == (0, 0)
 
 
 def test_a_decoder_that_loses_its_device_ends_the_service(artifact: Path) -> None:

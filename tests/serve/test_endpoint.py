@@ -26,11 +26,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.hostile import bombs, mutations
 from benchmarks.hostile.bombs import webp
 from benchmarks.hostile.pictures import encoded, picture
-from serve.layout import archive_path
-from serve.load.wire import stages
-from serve.runtime.execution import ENVIRONMENT
-from serve.runtime.predictor import Predictor
-from serve.runtime.stages import FRONTEND_STAGE, STAGE_BUCKETS, STAGES
+from serve.common.layout import archive_path
+from serve.load.http_connection import stages
+from serve.runtime.card.execution import ENVIRONMENT
+from serve.runtime.service.predictor import Predictor
+from serve.runtime.service.stages import FRONTEND_STAGE, STAGE_BUCKETS, STAGES
 from serve.torchserve.client import ServerError
 from serve.torchserve.configuration import HOST
 from serve.torchserve.state import archives_folder, state_folder

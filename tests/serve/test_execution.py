@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from serve.runtime.card import load_card
+from serve.runtime.card.card import load_card
+from serve.runtime.card.execution import Execution, unset
 from serve.runtime.engines.base import (
     engines,
     execution_id,
@@ -31,8 +32,7 @@ from serve.runtime.engines.base import (
     unavailable,
 )
 from serve.runtime.errors import EngineError, UserError
-from serve.runtime.execution import Execution, unset
-from serve.runtime.onnx_file import TINY_GRAPH
+from serve.runtime.model_files.onnx_file import TINY_GRAPH
 from tests.programs import Programs
 from tests.serve import artifacts
 
@@ -89,7 +89,7 @@ def test_an_environment_that_torchs_threads_were_not_measured_in_is_told(monkeyp
 _FAULTS = """
 import resource, sys, threading
 import torch
-from serve.runtime.execution import Execution, settle
+from serve.runtime.card.execution import Execution, settle
 settle(Execution(sys.argv[1], threads=1), computes_with_torch=sys.argv[1] == "torchscript")
 batch = torch.zeros(12, 1 << 20)
 def compute():
@@ -234,8 +234,8 @@ def test_an_engine_may_go_in_any_thread_and_signals_are_handled_after_it(torch_b
     program = """
         import gc, signal, sys, threading
         from pathlib import Path
-        from serve.runtime.execution import Execution
-        from serve.runtime.predictor import Predictor
+        from serve.runtime.card.execution import Execution
+        from serve.runtime.service.predictor import Predictor
 
         held = [Predictor(Path(sys.argv[1]), Execution("openvino"))]
 

@@ -31,21 +31,21 @@ from tritonclient.grpc import model_config_pb2
 from typer.testing import CliRunner
 
 from benchmarks.hostile.pictures import encoded, picture
-from serve.archive_file import check_archive
-from serve.asgi.plan import Plan
+from serve.archive.archive_file import check_archive
+from serve.asgi.process.serving_plan import Plan
 from serve.cli import app
 from serve.export.base import ExportSettings, dns_name, targets
 from serve.export.pbtxt import text
-from serve.runtime.card import load_card
-from serve.runtime.execution import Execution
-from serve.runtime.predictor import Predictor
-from serve.runtime.serving import Serving
-from serve.torchserve.archive import serving_of
+from serve.runtime.card.card import load_card
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import Serving
+from serve.runtime.service.predictor import Predictor
+from serve.torchserve.archive_builder import serving_of
 from tests.serve import artifacts
 from tests.serve.own_process import running
 from tests.serve.own_server import Running, bearer
 from tests.serve.test_metrics import ask, grouped_by, scrape, selectors
-from tests.serve.test_signing import make_keys
+from tests.serve.test_signature import make_keys
 
 KUBERNETES = "1.37"
 

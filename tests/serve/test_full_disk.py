@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from serve import layout
-from serve.archive_file import check_archive, with_version
-from serve.asgi.tokens import make_token_file
-from serve.options import ServingOptions
+from serve.archive.archive_file import check_archive, with_version
+from serve.asgi.http.tokens import make_token_file
+from serve.common import layout
+from serve.common.options import ServingOptions
 from serve.runtime.errors import UserError
-from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.state import read_state
 from serve.tune.servers import free_ports
 from tests.serve import artifacts

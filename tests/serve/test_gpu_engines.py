@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from serve.runtime.buckets import StaticBatches
-from serve.runtime.card import load_card
-from serve.runtime.cuda_graphs import CudaGraphs
-from serve.runtime.device_turns import turn_at
+from serve.runtime.card.card import load_card
+from serve.runtime.card.execution import Execution
+from serve.runtime.device.buckets import StaticBatches
+from serve.runtime.device.cuda_graphs import CudaGraphs
+from serve.runtime.device.device_turns import turn_at
 from serve.runtime.engines.base import Engine, executions_for, open_engine, unavailable
 from serve.runtime.errors import EngineError
-from serve.runtime.execution import Execution
-from serve.runtime.onnx_session import assignment
-from serve.runtime.predictor import Predictor
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.onnx_session import assignment
+from serve.runtime.model_files.program_file import load_program
+from serve.runtime.service.predictor import Predictor
 from tests.serve import artifacts
 
 pytestmark = [

@@ -21,11 +21,11 @@ from ts.context import Context, RequestProcessor
 from ts.protocol.otf_message_handler import create_predict_response
 
 from benchmarks.hostile.pictures import encoded
-from serve.options import ServingOptions
+from serve.common.options import ServingOptions
+from serve.runtime.device.device_faults import is_lost, lacks_memory
 from serve.runtime.errors import CardError, EngineError
-from serve.runtime.faults import is_lost, lacks_memory
-from serve.runtime.observing import Observation
-from serve.torchserve.archive import build_archive
+from serve.runtime.service.observation import Observation
+from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
 from tests.programs import Programs
 from tests.serve import artifacts
@@ -159,7 +159,9 @@ def test_the_handler_obeys_serving_json_and_not_what_torchserve_says(tmp_path: P
     assert described["provider"] == "onnxruntime/CPUExecutionProvider"
 
 
-@pytest.mark.parametrize("name", ["model.pt", "handler.py", "serve/runtime/images.py", "model-config.yaml"])
+@pytest.mark.parametrize(
+    "name", ["model.pt", "handler.py", "serve/runtime/images/image_preprocessing.py", "model-config.yaml"]
+)
 def test_an_archive_whose_files_were_changed_is_refused(name: str, tmp_path: Path) -> None:
     context = context_of(artifacts.torchscript(tmp_path / "artifact"), tmp_path, None)
     changed = Path(context.system_properties["model_dir"]) / name

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.hints import command, target
+from serve.common.hints import command, target
 
 ROOT = Path(__file__).parents[2]
 

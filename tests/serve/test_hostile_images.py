@@ -17,10 +17,10 @@ from PIL import ExifTags, Image
 
 from benchmarks.hostile import bombs
 from benchmarks.hostile.pictures import encoded, picture
-from serve.runtime.budget import SERVING, Budget
+from serve.runtime.card.budget import SERVING, Budget
 from serve.runtime.errors import ImageError
-from serve.runtime.headers import read_header
-from serve.runtime.images import decode
+from serve.runtime.images.headers import read_header
+from serve.runtime.images.image_preprocessing import decode
 
 NOTHING = {"moves by nothing": b"\0\2\0\0", "ends of rows": b"\0\0", "runs beyond the row": b"\1\0"}
 

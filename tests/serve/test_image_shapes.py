@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as v2
 
-from serve.asgi.oip import _bitmap
-from serve.runtime.budget import Budget
-from serve.runtime.card import Preprocessing
+from serve.asgi.protocols.oip import _bitmap
+from serve.runtime.card.budget import Budget
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.decoders.reduced import ReducedDecoder
 from serve.runtime.errors import CardError
-from serve.runtime.headers import read_header
-from serve.runtime.images import decode, fit, load, normalise
+from serve.runtime.images.headers import read_header
+from serve.runtime.images.image_preprocessing import decode, fit, load, normalise
 
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve.runtime.card import load_card
+from serve.runtime.card.card import load_card
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import Engine, executions_for, open_engine, unavailable
 from serve.runtime.engines.inductor import INDUCTOR, compile_program
 from serve.runtime.errors import EngineError
-from serve.runtime.execution import Execution
-from serve.runtime.program_file import load_program
-from serve.runtime.tried_apart import answers_apart
+from serve.runtime.model_files.isolated_run import run_isolated
+from serve.runtime.model_files.program_file import load_program
 from tests.serve import artifacts
 
 pytestmark = [
@@ -158,7 +158,7 @@ def with_library(package: Path, source: str, folder: Path) -> Path:
 def test_tried_in_a_process_of_its_own_it_answers_as_the_program_does(folder: Path, package: Path) -> None:
     batches = [torch.randn(count, 3, 32, 32) for count in (1, 4)]
     program = load_program(folder / "model.pt2").module()
-    for batch, logits in zip(batches, answers_apart(package, -1, batches, "net"), strict=True):
+    for batch, logits in zip(batches, run_isolated(package, -1, batches, "net"), strict=True):
         torch.testing.assert_close(logits, program(batch).detach(), rtol=1e-4, atol=1e-4)
 
 
@@ -169,12 +169,12 @@ def test_native_code_that_crashes_is_told_and_ends_nobody_else(
     crash = "#include <csignal>\n__attribute__((constructor)) static void end() { raise(SIGSEGV); }"
     says = r"net: .* crashes where it is loaded or run \(Segmentation fault\); CXX=/opt/other/g\+\+ "
     with pytest.raises(EngineError, match=says):
-        answers_apart(with_library(package, crash, tmp_path), -1, [torch.randn(1, 3, 32, 32)], "net")
+        run_isolated(with_library(package, crash, tmp_path), -1, [torch.randn(1, 3, 32, 32)], "net")
 
 
 def test_native_code_that_is_none_of_inductors_is_told(package: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"net: what AOTInductor of torch .* compiled cannot be run: "):
-        answers_apart(with_library(package, "int nothing;", tmp_path), -1, [torch.randn(1, 3, 32, 32)], "net")
+        run_isolated(with_library(package, "int nothing;", tmp_path), -1, [torch.randn(1, 3, 32, 32)], "net")
 
 
 def test_the_cpu_is_used_on_request_only(folder: Path) -> None:

@@ -15,9 +15,10 @@ import typer
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serve import cli, layout
-from serve.runs import Target, find_run, select
-from serve.sealed import seal
+from serve import cli
+from serve.common import layout
+from serve.runs.sealed_files import seal
+from serve.runs.stored_runs import Target, find_run, select
 from tests.serve import artifacts
 
 from .test_server import archived

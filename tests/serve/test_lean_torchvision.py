@@ -6,7 +6,7 @@ import pytest
 
 from tests.programs import Programs
 
-BEGIN = "import sys; from serve.runtime.lean_torchvision import functional, torchvision; import torch; "
+BEGIN = "import sys; from serve.runtime.images.lean_torchvision import functional, torchvision; import torch; "
 
 
 def run(programs: Programs, code: str, begin: str = BEGIN) -> str:
@@ -16,7 +16,7 @@ def run(programs: Programs, code: str, begin: str = BEGIN) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["optimize.api", "serve.runtime.chain"])
+@pytest.mark.parametrize("module", ["optimize.api", "serve.runtime.service.execution_chain"])
 def test_what_needs_torchvision_does_not_wait_for_the_compiler(torch_begun: Programs, module: str) -> None:
     code = f"import sys, {module}; print('torchvision' in sys.modules, 'torch._dynamo' in sys.modules)"
     assert run(torch_begun, code, begin="") == "True False"

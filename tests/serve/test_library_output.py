@@ -16,14 +16,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serve.asgi import library_output
+from serve.asgi.process import library_output
 
 ROOT = Path(__file__).parents[2]
 
 
 def printed(program: str, status: int = 0) -> list[str]:
     """What a program has on stderr that diverts it first; the last line of its process is waited for by the pipe."""
-    text = f"import os, sys\nfrom serve.asgi.library_output import divert\ndivert()\n{program}"
+    text = f"import os, sys\nfrom serve.asgi.process.library_output import divert\ndivert()\n{program}"
     done = subprocess.run(
         [sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
@@ -81,7 +81,7 @@ def test_whatever_is_printed_each_line_is_one_object(data: bytes) -> None:
 
 def test_of_a_flood_a_part_is_written_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, *[1.0] * 300, *[2.0] * 1000])
-    monkeypatch.setattr("serve.asgi.library_output.time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr("serve.asgi.process.library_output.time", SimpleNamespace(monotonic=lambda: next(times)))
     found = written(b"a\n" * 300 + b"b\n")
     assert [line["event"] for line in found] == ["a"] * library_output.BURST + ["b"]
     assert found[-1]["left_out"] == 300 - library_output.BURST

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.load.checking import Checker, Verdict
+from serve.load.answer_check import Checker, Verdict
 from serve.load.generator import generate
+from serve.load.generator_process import measure
 from serve.load.histogram import Histogram, merged
+from serve.load.http_connection import stages
 from serve.load.plan import Plan, Result, Target
-from serve.load.running import measure
-from serve.load.wire import stages
 from serve.load.workload import Item, Known, Workload, instances, tell_apart
 from serve.runtime.errors import UserError
 

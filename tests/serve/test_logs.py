@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from serve.runtime.logs import RequestLog
-from serve.runtime.observing import Observation
+from serve.runtime.service.logs import RequestLog
+from serve.runtime.service.observation import Observation
 
 FAILED = Observation("one", "/predictions/{name}", "m", "1.0", 503, 0.01)
 
@@ -18,7 +18,7 @@ FAILED = Observation("one", "/predictions/{name}", "m", "1.0", 503, 0.01)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     found = SimpleNamespace(now=7.0)
-    monkeypatch.setattr("serve.runtime.logs.time", SimpleNamespace(monotonic=lambda: found.now))
+    monkeypatch.setattr("serve.runtime.service.logs.time", SimpleNamespace(monotonic=lambda: found.now))
     return found
 
 

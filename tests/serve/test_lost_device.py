@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 
 from benchmarks.hostile.pictures import encoded
-from serve.layout import archive_path
+from serve.archive.verification import Policy
+from serve.common.layout import archive_path
 from serve.torchserve import server
 from serve.torchserve.client import ServerError
 from serve.torchserve.state import state_folder
-from serve.verified import Policy
 from tests.serve import artifacts
 from tests.serve.artifacts import jpeg
 from tests.serve.conftest import free_ports, name_of
@@ -49,8 +49,8 @@ register(EngineType("fragile", formats=("torchscript",), open=_open, probe=lambd
 PACK = """
 import sys
 from pathlib import Path
-from serve.options import ServingOptions
-from serve.torchserve.archive import build_archive
+from serve.common.options import ServingOptions
+from serve.torchserve.archive_builder import build_archive
 
 build_archive(Path(sys.argv[1]), Path(sys.argv[2]), model_name=sys.argv[3],
               options=ServingOptions(engines=["fragile"], strict=True))

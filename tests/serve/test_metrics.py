@@ -19,7 +19,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from examples import grafana_dashboard
-from serve.runtime.stages import STAGES
+from serve.runtime.service.stages import STAGES
 from serve.torchserve.configuration import metrics_yaml
 from tests.serve import artifacts
 from tests.serve.own_server import PASSED_OVER, Running, bearer

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from torch import nn
 
-from serve.runtime.card import load_card
+from serve.runtime.card.card import load_card
+from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import open_engine
 from serve.runtime.errors import EngineError
-from serve.runtime.execution import Execution
-from serve.runtime.onnx_file import external_files
-from serve.runtime.predictor import Predictor
-from serve.runtime.program_file import check_program, load_program, program_on, save_program
-from serve.runtime.script_file import check_script, load_script
+from serve.runtime.model_files.onnx_file import external_files
+from serve.runtime.model_files.program_file import check_program, load_program, program_on, save_program
+from serve.runtime.model_files.script_file import check_script, load_script
+from serve.runtime.service.predictor import Predictor
 from tests.serve import artifacts, crafted
 
 CPU = torch.device("cpu")

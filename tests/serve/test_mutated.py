@@ -16,15 +16,15 @@ import pytest
 from PIL import Image
 
 from benchmarks.hostile import mutations
-from serve.runtime.budget import SERVING
-from serve.runtime.card import load_card
+from serve.runtime.card.budget import SERVING
+from serve.runtime.card.card import load_card
+from serve.runtime.card.serving import Serving
 from serve.runtime.engines.base import chain_for
 from serve.runtime.errors import Refusal
-from serve.runtime.predictor import Predictor
-from serve.runtime.protocol import Request, answer
-from serve.runtime.service import Service
-from serve.runtime.serving import Serving
-from serve.runtime.work import Answered
+from serve.runtime.service.pending_request import Answered
+from serve.runtime.service.predictor import Predictor
+from serve.runtime.service.protocol import Request, answer
+from serve.runtime.service.service import Service
 from tests.serve import artifacts
 from tests.serve.artifacts import jpeg
 
@@ -107,10 +107,10 @@ def test_ten_thousand_damaged_images_cost_nothing_but_their_own_answers(service:
     assert all(statuses[status] > 100 for status in (200, 400, 415)), statuses
     assert service.broken is None
     deadline = time.monotonic() + 10
-    while service.waiting or service._waiting.decoding:
+    while service.waiting or service._queues.decoding:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert (service._waiting.backlog._pixels, service._waiting.backlog._requests) == (0, 0)
+    assert (service._queues.backlog._pixels, service._queues.backlog._requests) == (0, 0)
     assert threading.active_count() <= threads
     assert held() - before < 100e6
     assert peak[0] - before < 300e6

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from tritonclient.grpc._utils import _get_inference_request
 
-from serve.asgi import kserve_v1, oip, oip_grpc, oip_messages, oip_rest
+from serve.asgi.protocols import kserve_v1, oip, oip_grpc, oip_messages, oip_rest
 from serve.runtime.errors import Refusal, RequestError
-from serve.runtime.predictor import Label, Outcome
+from serve.runtime.service.predictor import Label, Outcome
 from tests.serve.artifacts import CLASSES, jpeg
 
 SIGNATURE = oip.Signature(

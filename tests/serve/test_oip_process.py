@@ -24,11 +24,11 @@ from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from benchmarks.hostile.pictures import encoded
-from serve.asgi.listening import Listening
-from serve.asgi.oip_messages import SERVICE, message
-from serve.asgi.settings import Settings
+from serve.asgi.http.listen_sockets import Listening
+from serve.asgi.http.server_settings import Settings
+from serve.asgi.protocols.oip_messages import SERVICE, message
 from serve.runtime.errors import UserError
-from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_builder import build_archive
 from tests.serve import artifacts
 from tests.serve.certificates import certify
 from tests.serve.own_process import HEADERS, TOKEN, Server, running

@@ -28,11 +28,11 @@ from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from benchmarks.hostile.pictures import encoded, picture
-from serve.asgi import oip
-from serve.asgi.grpc_server import GrpcServer
-from serve.asgi.oip_messages import SERVICE, message
+from serve.asgi.protocols import oip
+from serve.asgi.protocols.grpc_server import GrpcServer
+from serve.asgi.protocols.oip_messages import SERVICE, message
 from serve.runtime.errors import UserError
-from serve.runtime.observing import Observation
+from serve.runtime.service.observation import Observation
 from tests.serve import artifacts, kserve_client
 from tests.serve.own_server import BODY_LIMIT, BODY_SECONDS, TOKEN, Running, bearer
 
@@ -399,8 +399,8 @@ def test_want_of_memory_is_told_as_over_http_and_logged_in_a_line(
     def starved(*_: Any) -> Any:
         raise MemoryError("cannot allocate 99 GiB")
 
-    monkeypatch.setattr("serve.asgi.oip_rest.read_inference", starved)
-    monkeypatch.setattr("serve.asgi.oip_grpc.read_inference", starved)
+    monkeypatch.setattr("serve.asgi.protocols.oip_rest.read_inference", starved)
+    monkeypatch.setattr("serve.asgi.protocols.oip_grpc.read_inference", starved)
     status, said = refused(carrier, JPEGS[:1])
     assert status in ("503", "RESOURCE_EXHAUSTED")
     assert "too little memory for the request now: try again later" in said

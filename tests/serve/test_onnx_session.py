@@ -11,12 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve.runtime.card import load_card
+from serve.runtime.card.card import load_card
 from serve.runtime.engines.base import executions_for, find_engine
 from serve.runtime.engines.onnxruntime_tensorrt import input_name, precision_options, profile, tensorrt_version
 from serve.runtime.errors import EngineError
-from serve.runtime.onnx_file import TINY_GRAPH
-from serve.runtime.onnx_session import CPU_PROVIDER, assignment, check_assignment, gpu_session, make_session, run_tiny
+from serve.runtime.model_files.onnx_file import TINY_GRAPH
+from serve.runtime.model_files.onnx_session import (
+    CPU_PROVIDER,
+    assignment,
+    check_assignment,
+    gpu_session,
+    make_session,
+    run_tiny,
+)
 from tests.serve import artifacts
 
 CUDA = "CUDAExecutionProvider"

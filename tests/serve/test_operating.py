@@ -23,14 +23,14 @@ import httpx
 import psutil
 import pytest
 
-from serve import layout
-from serve.load.wire import stages
-from serve.options import ServingOptions
+from serve.common import layout
+from serve.common.options import ServingOptions
+from serve.load.http_connection import stages
 from serve.runtime.errors import UserError
-from serve.runtime.logs import JsonLines
-from serve.runtime.stages import FRONTEND_STAGE
+from serve.runtime.service.logs import JsonLines
+from serve.runtime.service.stages import FRONTEND_STAGE
 from serve.torchserve import server
-from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.configuration import HOST
 from serve.torchserve.java import java_executable
 from serve.torchserve.launcher import FRONTEND, GROOVY, launcher, torchserve_jar

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import yaml
 
-from serve.runtime.stages import STAGES
+from serve.runtime.service.stages import STAGES
 from serve.tune.servers import free_ports
 from tests.serve import artifacts
 from tests.serve.own_server import TOKEN, Running, bearer

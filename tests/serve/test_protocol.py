@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.runtime.errors import Refusal, RequestError
-from serve.runtime.predictor import Label
-from serve.runtime.protocol import Request, answer, parse, parse_k, refuse
+from serve.runtime.service.predictor import Label
+from serve.runtime.service.protocol import Request, answer, parse, parse_k, refuse
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -22,12 +22,12 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from typer.testing import CliRunner
 
-from serve import jars
-from serve.audit import Advisory, AuditError, advisories, audit_python, read_report
 from serve.cli import app
-from serve.jars import JavaLibrary, torchserve_jars
-from serve.sbom import write_sbom
-from serve.torchserve.archive import build_archive
+from serve.packing import jars
+from serve.packing.audit import Advisory, AuditError, advisories, audit_python, read_report
+from serve.packing.jars import JavaLibrary, torchserve_jars
+from serve.packing.sbom import write_sbom
+from serve.torchserve.archive_builder import build_archive
 from tests.serve import artifacts
 
 
@@ -92,7 +92,7 @@ def test_torchserves_jar_is_opened(bom: dict[str, Any]) -> None:
 def test_it_has_no_date_and_is_the_same_in_another_process(archive: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(archive, tmp_path))
     # setuptools makes its own packages importable, when it is imported: they are installed nowhere.
-    code = f"import setuptools, pathlib, serve.sbom; serve.sbom.write_sbom(pathlib.Path({str(copy)!r}))"
+    code = f"import setuptools, pathlib, serve.packing.sbom; serve.packing.sbom.write_sbom(pathlib.Path({str(copy)!r}))"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONHASHSEED": "7"})
     assert (tmp_path / "small-onnx.mar.cdx.json").read_bytes() == write_sbom(archive).read_bytes()
     assert "timestamp" not in json.loads(write_sbom(archive).read_text())["metadata"]
@@ -128,8 +128,8 @@ def test_a_jar_of_another_release_is_not_taken_for_the_known_one(
     archive: Path, monkeypatch: pytest.MonkeyPatch, pip_audit: Path
 ) -> None:
     other = jars.Jar("model-server.jar", "0" * 64, None)
-    monkeypatch.setattr("serve.sbom.torchserve_jars", lambda: (other,))
-    monkeypatch.setattr("serve.audit.torchserve_jars", lambda: (other,))
+    monkeypatch.setattr("serve.packing.sbom.torchserve_jars", lambda: (other,))
+    monkeypatch.setattr("serve.packing.audit.torchserve_jars", lambda: (other,))
     jar = by_name(json.loads(write_sbom(archive, keep=False).read_text()))["model-server.jar"]
     assert "components" not in jar
     assert jar["properties"] == [{"name": "serve:bundled", "value": "not known"}]

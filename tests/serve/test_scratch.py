@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from serve.asgi.loading import load
-from serve.asgi.plan import Wanted
-from serve.scratch import scratch
-from serve.torchserve.archive import build_archive
-from serve.verified import Policy
+from serve.archive.verification import Policy
+from serve.asgi.process.model_loader import load
+from serve.asgi.process.serving_plan import Wanted
+from serve.common.scratch import scratch
+from serve.torchserve.archive_builder import build_archive
 from tests.programs import Programs
 from tests.serve import artifacts
 
 HOLDING = """
 import sys, time
-from serve.scratch import scratch
+from serve.common.scratch import scratch
 with scratch("held-") as folder:
     (folder / "large.bin").write_bytes(bytes(1 << 20))
     print(folder, file=sys.stderr, flush=True)

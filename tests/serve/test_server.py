@@ -20,18 +20,18 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from serve import layout
 from serve.cli import app
-from serve.options import ServingOptions
+from serve.common import layout
+from serve.common.options import ServingOptions
+from serve.runs.sealed_files import seal
 from serve.runtime.errors import UserError
-from serve.sealed import seal
 from serve.torchserve import server
-from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.configuration import HOST, Ports, check_host, properties
-from serve.torchserve.identity import Identity
 from serve.torchserve.limits import Limits
+from serve.torchserve.process_identity import Identity
+from serve.torchserve.startup_watch import StartError
 from serve.torchserve.state import RunningServer, ServedModel, state_folder
-from serve.torchserve.watch import StartError
 from tests.serve import artifacts
 from tests.serve.conftest import Served, free_ports, name_of
 

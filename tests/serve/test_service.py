@@ -23,20 +23,20 @@ from PIL import Image
 
 from benchmarks.hostile import bombs
 from benchmarks.hostile.pictures import encoded
-from serve.options import ServingOptions
-from serve.runtime.budget import SERVING, Backlog, Budget
-from serve.runtime.card import load_card
-from serve.runtime.decoding import load
-from serve.runtime.device_turns import turn_at
+from serve.common.options import ServingOptions
+from serve.runtime.card.budget import SERVING, Backlog, Budget
+from serve.runtime.card.card import load_card
+from serve.runtime.card.serving import Serving
+from serve.runtime.device.device_turns import turn_at
 from serve.runtime.engines.base import Engine, chain_for
 from serve.runtime.errors import BrokenError, Refusal
-from serve.runtime.intake import Loaded, load_items
-from serve.runtime.predictor import Outcome, Predictor
-from serve.runtime.protocol import Request
-from serve.runtime.service import QueueFull, Service, open_service
-from serve.runtime.serving import Serving
-from serve.runtime.work import Answered
-from serve.torchserve.archive import build_archive
+from serve.runtime.service.decoding import load
+from serve.runtime.service.image_loading import Loaded, load_items
+from serve.runtime.service.pending_request import Answered
+from serve.runtime.service.predictor import Outcome, Predictor
+from serve.runtime.service.protocol import Request
+from serve.runtime.service.service import QueueFull, Service, open_service
+from serve.torchserve.archive_builder import build_archive
 from tests.serve import artifacts
 from tests.serve.artifacts import jpeg
 from tests.serve.test_handler import context_of
@@ -255,15 +255,15 @@ def test_a_lone_small_image_is_decoded_where_it_is_run_and_a_large_one_is_not(
         threads.append(threading.get_ident())
         return load(*arguments)
 
-    monkeypatch.setattr("serve.runtime.service.load", watched)
+    monkeypatch.setattr("serve.runtime.service.service.load", watched)
     with service_of(artifact) as service:
         for image in (jpeg(1), encoded(Image.new("RGB", (1200, 1000)), "JPEG"), jpeg(2)):
-            until(lambda: service._waiting._idle)
+            until(lambda: service._queues._idle)
             assert statuses(service.submit(one(image)).result(30).outcomes) == [200]
         (owner,) = service.predictor.engine.threads  # type: ignore[attr-defined]
         assert [thread == owner for thread in threads] == [True, False, True]
-        until(lambda: service._waiting.decoding == 0)
-        assert (service._waiting.backlog._pixels, service._waiting.backlog._requests) == (0, 0)
+        until(lambda: service._queues.decoding == 0)
+        assert (service._queues.backlog._pixels, service._queues.backlog._requests) == (0, 0)
 
 
 def test_a_lone_small_image_wakes_no_decode_thread_which_would_take_a_core_from_it(artifact: Path) -> None:
@@ -271,12 +271,12 @@ def test_a_lone_small_image_wakes_no_decode_thread_which_would_take_a_core_from_
 
         def asleep() -> list[object]:
             # A thread that was woken, and has found nothing to do, waits by another lock.
-            return list(service._waiting._to_decode._waiters)  # type: ignore[attr-defined]
+            return list(service._queues._to_decode._waiters)  # type: ignore[attr-defined]
 
-        until(lambda: service._waiting._idle and len(asleep()) == service.decode_threads)
+        until(lambda: service._queues._idle and len(asleep()) == service.decode_threads)
         before = asleep()
         assert statuses(service.submit(one(jpeg(1))).result(30).outcomes) == [200]
-        until(lambda: service._waiting._idle)
+        until(lambda: service._queues._idle)
         assert asleep() == before
 
 
@@ -284,7 +284,7 @@ def test_what_comes_while_the_engine_is_busy_goes_through_it_together(gate: tupl
     service, engine = gate
     first = shut(service, engine)
     others = [service.submit(one(jpeg(seed))) for seed in range(5)]
-    until(lambda: len(service._waiting.ready) == 5)
+    until(lambda: len(service._queues.ready) == 5)
     engine.open.set()
     assert [future.result(30).batch_size for future in (first, *others)] == [1, 5, 5, 5, 5, 5]
     assert engine.sizes == [1, 5]
@@ -293,7 +293,7 @@ def test_what_comes_while_the_engine_is_busy_goes_through_it_together(gate: tupl
 def test_an_engine_that_is_at_a_batch_for_much_longer_than_any_takes_stalls_until_it_goes_on(
     artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.runtime.service._STALLS_S", 0.3)
+    monkeypatch.setattr("serve.runtime.service.service._STALLS_S", 0.3)
     with service_of(artifact) as service:
         engine = service.predictor.engine
         assert isinstance(engine, Gate)
@@ -310,7 +310,7 @@ def test_an_engine_that_is_at_a_batch_for_much_longer_than_any_takes_stalls_unti
 def test_decode_threads_that_are_all_at_an_image_for_seconds_stall_until_one_goes_on(
     artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.runtime.service._STALLS_S", 0.3)
+    monkeypatch.setattr("serve.runtime.service.service._STALLS_S", 0.3)
     held = [threading.Event(), threading.Event()]
     begun = []
 
@@ -320,7 +320,7 @@ def test_decode_threads_that_are_all_at_an_image_for_seconds_stall_until_one_goe
         return load(jobs, *arguments)
 
     with service_of(artifact) as service, monkeypatch.context() as patched:
-        patched.setattr("serve.runtime.service.load", hold)
+        patched.setattr("serve.runtime.service.service.load", hold)
         pair = service.submit(
             Request((jpeg(1), jpeg(2)), 2, listed=True)
         )  # more than one image is for the decode threads
@@ -344,12 +344,12 @@ def test_what_is_answered_together_goes_through_the_engine_together(
             assert held.wait(30)
         return load(jobs, *arguments)
 
-    monkeypatch.setattr("serve.runtime.service.load", one_late)
+    monkeypatch.setattr("serve.runtime.service.service.load", one_late)
     with service_of(artifact) as service, ThreadPoolExecutor(1) as asking:
         service._pays = True
         service.predictor.seconds[8] = 30.0  # a batch is awaited for as long as one takes
         asked = asking.submit(service.answer_batch, [one(image) for image in (jpeg(0), last, jpeg(1), jpeg(2))])
-        until(lambda: len(service._waiting.ready) == 3)
+        until(lambda: len(service._queues.ready) == 3)
         time.sleep(0.05)
         assert service.predictor.engine.sizes == [], "nobody is answered before the last is"  # type: ignore[attr-defined]
         held.set()
@@ -363,9 +363,9 @@ def test_more_images_than_go_through_at_once_are_split_and_not_all_held_decoded(
         assert isinstance(engine, Gate)
         first = shut(service, engine)
         large = service.submit(many(*[jpeg(1)] * 40))
-        until(lambda: len(service._waiting.ready) >= 6)
+        until(lambda: len(service._queues.ready) >= 6)
         time.sleep(0.05)
-        assert len(service._waiting.ready) <= 8, "decoding goes no further than the engine will soon need"
+        assert len(service._queues.ready) <= 8, "decoding goes no further than the engine will soon need"
         engine.open.set()
         assert statuses(large.result(30).outcomes) == [200] * 40
         assert first.result(30).batch_size == 1
@@ -387,7 +387,7 @@ def test_a_cancelled_request_is_not_computed_and_leaves_its_place_at_once(gate: 
     service, engine = gate
     first = shut(service, engine)
     dropped, kept = service.submit(one(jpeg(1))), service.submit(one(jpeg(2)))
-    until(lambda: len(service._waiting.ready) == 2)
+    until(lambda: len(service._queues.ready) == 2)
     assert service.waiting == 3
     assert dropped.cancel()
     assert service.waiting == 2
@@ -403,13 +403,13 @@ def test_what_waits_to_be_decoded_and_is_cancelled_is_not_kept(gate: tuple[Servi
     """Its bytes are counted no more where they were received."""
     service, engine = gate
     first = shut(service, engine)
-    others = [service.submit(one(jpeg(1))) for _ in range(service._waiting._room + 5)]
-    until(lambda: len(service._waiting.ready) >= service._waiting._room and service._waiting.decoding == 0)
-    waiting = [work.future for work in service._waiting.works]
+    others = [service.submit(one(jpeg(1))) for _ in range(service._queues._room + 5)]
+    until(lambda: len(service._queues.ready) >= service._queues._room and service._queues.decoding == 0)
+    waiting = [work.future for work in service._queues.works]
     assert len(waiting) >= 3
     for future in waiting:
         assert future.cancel()
-    assert not service._waiting.works
+    assert not service._queues.works
     engine.open.set()
     assert {
         status
@@ -417,7 +417,7 @@ def test_what_waits_to_be_decoded_and_is_cancelled_is_not_kept(gate: tuple[Servi
         if future not in waiting
         for status in statuses(future.result(30).outcomes)
     } == {200}
-    assert (service._waiting.backlog._pixels, service._waiting.backlog._requests) == (0, 0)
+    assert (service._queues.backlog._pixels, service._queues.backlog._requests) == (0, 0)
 
 
 def test_a_request_whose_deadline_passed_is_not_computed(gate: tuple[Service, Gate]) -> None:
@@ -427,9 +427,9 @@ def test_a_request_whose_deadline_passed_is_not_computed(gate: tuple[Service, Ga
     never = service.submit(one(jpeg(1)), deadline=time.monotonic() - 1)
     in_time = service.submit(one(jpeg(2)), deadline=time.monotonic() + 60)
     assert statuses(never.result(30).outcomes) == [504]
-    until(lambda: len(service._waiting.ready) == 2)
+    until(lambda: len(service._queues.ready) == 2)
     # Decoded in time, and then time passes; in truth the deadline moves, or a busy machine might pass it before.
-    (waits,) = (ready.work for ready in service._waiting.ready if ready.work.future is late)
+    (waits,) = (ready.work for ready in service._queues.ready if ready.work.future is late)
     waits.deadline = time.monotonic()
     engine.open.set()
     assert statuses(late.result(30).outcomes) == [504]
@@ -486,7 +486,7 @@ def test_a_slow_request_is_cut_off_between_its_images(artifact: Path, monkeypatc
         time.sleep(2 if slow in items else 0)
         return load_items(items, *arguments)
 
-    monkeypatch.setattr("serve.runtime.decoding.load_items", decode)
+    monkeypatch.setattr("serve.runtime.service.decoding.load_items", decode)
     with service_of(artifact, replace(SERVING, request_seconds=1.5)) as service:
         late, good = service.submit(many(*[slow] * 6)), service.submit(one(jpeg(1)))
         found = statuses(late.result(60).outcomes)
@@ -526,8 +526,8 @@ def test_refused_requests_leave_no_pixels_behind(artifact: Path) -> None:
             service.submit(many(jpeg(1), b"broken", jpeg(2)[:200])).result(30)
             service.submit(many(jpeg(1), jpeg(1)), deadline=time.monotonic() - 1).result(30)
             service.submit(many(*[jpeg(1)] * 4)).cancel()
-        until(lambda: service.waiting == 0 and not service._waiting.works and not service._waiting.decoding)
-        assert (service._waiting.backlog._pixels, service._waiting.backlog._requests) == (0, 0)
+        until(lambda: service.waiting == 0 and not service._queues.works and not service._queues.decoding)
+        assert (service._queues.backlog._pixels, service._queues.backlog._requests) == (0, 0)
 
 
 def test_where_memory_is_too_short_for_a_batch_it_goes_in_halves(gate: tuple[Service, Gate]) -> None:
@@ -539,7 +539,7 @@ def test_where_memory_is_too_short_for_a_batch_it_goes_in_halves(gate: tuple[Ser
 
     first = shut(service, engine)
     others = [service.submit(one(jpeg(seed))) for seed in range(5)]
-    until(lambda: len(service._waiting.ready) == 5)
+    until(lambda: len(service._queues.ready) == 5)
     engine.fault = short
     engine.open.set()
     answers = [future.result(30) for future in others]
@@ -626,7 +626,7 @@ def test_images_that_are_decoded_hold_the_others_where_every_thread_has_one(
         assert tickets.acquire(timeout=30)
         return load(*arguments)
 
-    monkeypatch.setattr("serve.runtime.service.load", slow)
+    monkeypatch.setattr("serve.runtime.service.service.load", slow)
     large = encoded(Image.new("RGB", (1200, 1000)), "JPEG")
     with service_of(artifact) as service:
         futures = [service.submit(one(large))]
@@ -692,7 +692,7 @@ def test_models_on_one_gpu_run_in_turns_and_those_on_the_cpu_beside_each_other(
     device: str, artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The networks run here, on the CPU; only whose turn it is goes by the other device.
-    monkeypatch.setattr("serve.runtime.predictor.turn_at", lambda _: turn_at(torch.device(device)))
+    monkeypatch.setattr("serve.runtime.service.predictor.turn_at", lambda _: turn_at(torch.device(device)))
     with service_of(artifact) as one_model, service_of(artifact) as other_model:
         (first, second) = engines = one_model.predictor.engine, other_model.predictor.engine
         assert isinstance(first, Gate)

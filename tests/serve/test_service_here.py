@@ -15,8 +15,8 @@ from PIL import Image
 
 from benchmarks.hostile.pictures import encoded
 from serve.runtime.errors import BrokenError, Refusal
-from serve.runtime.service import Service
-from serve.runtime.work import Answered
+from serve.runtime.service.pending_request import Answered
+from serve.runtime.service.service import Service
 from tests.serve import artifacts
 from tests.serve.artifacts import jpeg
 from tests.serve.test_service import Gate, gated, many, one, statuses, until
@@ -33,7 +33,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def idle(artifact: Path) -> Iterator[tuple[Service, Gate]]:
     with gated(artifact) as (service, engine):
         engine.threads.clear()
-        until(lambda: service._waiting._idle)
+        until(lambda: service._queues._idle)
         yield service, engine
 
 
@@ -60,9 +60,9 @@ def test_a_lone_image_is_answered_before_its_caller_goes_on_as_it_is_otherwise(i
         assert (found.outcomes, found.batch_size) == (other.outcomes, other.batch_size)
         assert found.stages.infer > 0 < found.stages.decode
         engine.threads.clear()
-        until(lambda: service._waiting._idle)
+        until(lambda: service._queues._idle)
     assert service.waiting == 0
-    assert (service._waiting.backlog._pixels, service._waiting.backlog._requests) == (0, 0)
+    assert (service._queues.backlog._pixels, service._queues.backlog._requests) == (0, 0)
 
 
 def test_who_waits_for_one_answer_computes_it(idle: tuple[Service, Gate]) -> None:
@@ -79,7 +79,7 @@ def test_what_is_no_image_is_refused_there_and_no_engine_is_asked(idle: tuple[Se
     assert isinstance(outcome, Refusal)
     assert outcome.status == 415
     assert engine.threads == set()
-    until(lambda: service._waiting._idle)
+    until(lambda: service._queues._idle)
     assert service.submit(one(jpeg(0)), here=True).done()
 
 
@@ -88,12 +88,12 @@ def test_large_images_and_several_are_left_to_the_services_own_threads(idle: tup
     for request in (one(LARGE), many(jpeg(0), jpeg(1))):
         assert set(statuses(service.submit(request, here=True).result(30).outcomes)) == {200}
         assert threading.get_ident() not in engine.threads
-        until(lambda: service._waiting._idle)
+        until(lambda: service._queues._idle)
 
 
 def test_an_engine_that_is_bound_to_its_thread_is_left_to_that(tmp_path: Path) -> None:
     with gated(artifacts.torchscript(tmp_path / "script", device="cpu")) as (service, engine):
-        until(lambda: service._waiting._idle)
+        until(lambda: service._queues._idle)
         assert statuses(service.submit(one(jpeg(0)), here=True).result(30).outcomes) == [200]
         assert service.here_s == math.inf
         assert threading.get_ident() not in engine.threads
@@ -115,16 +115,16 @@ def test_what_comes_meanwhile_is_decoded_and_waits_for_the_engine(idle: tuple[Se
     service, engine = idle
     thread, found = asked(service, engine)
     others = [service.submit(one(jpeg(seed)), here=True) for seed in (1, 2)]
-    until(lambda: len(service._waiting.ready) == 2)
-    with service._waiting.lock:
-        service._waiting._to_infer.notify_all()  # whatever wakes the engine's thread
+    until(lambda: len(service._queues.ready) == 2)
+    with service._queues.lock:
+        service._queues._to_infer.notify_all()  # whatever wakes the engine's thread
     time.sleep(0.05)
-    assert (engine.sizes, service._waiting._idle) == ([1], False)
+    assert (engine.sizes, service._queues._idle) == ([1], False)
     engine.open.set()
     thread.join(30)
     assert [future.result(30).batch_size for future in (*found, *others)] == [1, 2, 2]
     assert len(engine.threads) == 2, "the others are computed where the engine is at home"
-    until(lambda: service._waiting._idle)
+    until(lambda: service._queues._idle)
     assert service.submit(one(jpeg(3)), here=True).done()
 
 
@@ -162,7 +162,7 @@ def test_an_engine_that_fails_is_the_requests_fault_and_the_service_goes_on(idle
     engine.fault = fail
     assert statuses(service.submit(one(jpeg(0)), here=True).result(0).outcomes) == [500]
     engine.fault = lambda batch: None
-    until(lambda: service._waiting._idle)
+    until(lambda: service._queues._idle)
     assert statuses(service.submit(one(jpeg(0)), here=True).result(0).outcomes) == [200]
 
 

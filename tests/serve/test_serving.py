@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.options import ServingOptions
-from serve.runtime.budget import Budget
-from serve.runtime.chain import open_served
+from serve.common.options import ServingOptions
+from serve.runtime.card.budget import Budget
+from serve.runtime.card.evidence import Evidence, evidence_for
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import SERVING_FILE, Serving, parse_serving, read_serving
 from serve.runtime.errors import CardError, UserError
-from serve.runtime.evidence import Evidence, evidence_for
-from serve.runtime.execution import Execution
-from serve.runtime.serving import SERVING_FILE, Serving, parse_serving, read_serving
+from serve.runtime.service.execution_chain import open_served
 from tests.serve import artifacts
 
 WHERE = Path("x/serving.json")
@@ -144,7 +144,7 @@ def test_the_usual_settings_are_said_once() -> None:
 
 
 def test_what_is_set_changes_a_record_and_the_rest_of_it_stays(tmp_path: Path) -> None:
-    from serve.runtime.card import load_card
+    from serve.runtime.card.card import load_card
 
     card = load_card(artifacts.onnx(tmp_path / "artifact"))
     kept = Serving((Execution("onnxruntime", threads=2, options={}), Execution("onnxruntime-cuda", "cuda")), workers=3)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from serve import progress
 from serve.cli import app
-from serve.progress import ProgressBar
+from serve.common import progress
+from serve.common.progress import ProgressBar
 from serve.torchserve.state import locked
 from tests.serve import artifacts
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from benchmarks.stock_torchserve import stock_torchserve
-from serve.options import ServingOptions
-from serve.processes import family
-from serve.runtime.predictor import Predictor
-from serve.torchserve.archive import build_archive
+from serve.common.options import ServingOptions
+from serve.common.server_processes import process_tree
+from serve.runtime.service.predictor import Predictor
+from serve.torchserve.archive_builder import build_archive
 from tests.serve import artifacts
 from tests.serve.conftest import hide_project
 
@@ -44,7 +44,7 @@ class Stock:
 
     def processes(self) -> set[psutil.Process]:
         """TorchServe itself, and its worker; two of the same process id that started at other times are not equal."""
-        return set(family(self.pid))
+        return set(process_tree(self.pid))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
         with stock_torchserve([NAME], root / "archives", root / "scratch") as live:
             target = live.target
             yield Stock(artifact, live.pid, f"http://{target.address}{target.path}")
-            started = family(live.pid)
+            started = process_tree(live.pid)
     assert not [process for process in started if process.is_running()]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from optimize.data.folders import cache_folder
-from serve.layout import expanded
+from serve.common.layout import expanded
 from serve.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ _OPEN_BOTH = """
 import os, sys
 assert not {"openvino", "onnxruntime"} & set(sys.modules)
 from serve.runtime.engines.openvino import core
-from serve.runtime.onnx_session import runtime
+from serve.runtime.model_files.onnx_session import runtime
 print(core().available_devices, runtime().get_available_providers()[-1])
 print("openvino_telemetry" in sys.modules, os.environ.get("ORT_DISABLE_TELEMETRY"))
 """

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.runtime.transfer import Plain, Ring, open_transfer
+from serve.runtime.device.transfer import Plain, Ring, open_transfer
 
 CPU = torch.device("cpu")
 SHAPE = (3, 4, 5)

@@ -14,13 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from serve.cli import app
-from serve.runtime.card import load_card
-from serve.runtime.serving import read_serving
-from serve.torchserve.archive import build_archive, serving_of
+from serve.runtime.card.card import load_card
+from serve.runtime.card.serving import read_serving
+from serve.torchserve.archive_builder import build_archive, serving_of
 from serve.tune import search
 from serve.tune.search import Goal
-from serve.tune.space import Stage
-from serve.tune.space import told as told_in_words
+from serve.tune.space import Stage, describe
 from serve.tune.tuning import Settings, tune
 from tests.serve import artifacts
 
@@ -76,10 +75,8 @@ def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(
     assert len(asking) == bool(turns)
     for line in asking:
         assert re.fullmatch(r"asking the best and the present way in turns …; about \d+ s left", line)
-    assert re.fullmatch(
-        rf"{re.escape(told_in_words(usual))}: {re.escape(found.usual.outcome)}; about \d+ s left", first
-    )
-    assert second.startswith(f"{told_in_words(dataclasses.replace(usual, batch_size=2))}: ")
+    assert re.fullmatch(rf"{re.escape(describe(usual))}: {re.escape(found.usual.outcome)}; about \d+ s left", first)
+    assert second.startswith(f"{describe(dataclasses.replace(usual, batch_size=2))}: ")
     assert last == "measuring the curve …"
     load_card(artifact)  # it is whole as before
 

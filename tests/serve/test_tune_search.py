@@ -20,16 +20,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.runtime.documents import unsealed
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.json_documents import unsealed
+from serve.runtime.card.serving import Serving
 from serve.runtime.engines.base import unavailable
 from serve.runtime.errors import PipelineError
-from serve.runtime.execution import Execution
-from serve.runtime.serving import Serving
 from serve.tune import tuning
 from serve.tune.journal import Journal
 from serve.tune.search import STEP, Found, Goal, Objective, Point, Search, Trial, confirmed
 from serve.tune.servers import end_left, ended_in_order, remember
-from serve.tune.space import Stage, certain, runs_here, stages, told
+from serve.tune.space import Stage, certain, describe, runs_here, stages
 
 USUAL = Serving((Execution("openvino"), Execution("onnxruntime")), batch_size=8)
 
@@ -371,7 +371,7 @@ def test_an_engine_that_is_not_here_is_not_tried_nor_told() -> None:
     usual = Serving((away, here))
     if unavailable(away.engine, "cuda") is not None:
         assert runs_here(usual) == here
-        assert told(usual).startswith("onnxruntime ")
+        assert describe(usual).startswith("onnxruntime ")
         tried = [way.executions[0] for way in stages("own", usual, most_cores=1)[0].variants(usual)]
         assert {entry.device for entry in tried} == {"cpu"}
     assert runs_here(Serving((here, away))) == here
@@ -389,9 +389,9 @@ def test_a_way_is_served_as_it_is_told_or_not_at_all_where_the_machine_has_what_
 def test_more_workers_than_cores_are_told_as_the_cores_that_there_are_at_our_own_server() -> None:
     cores = len(os.sched_getaffinity(0))
     many = dataclasses.replace(USUAL, workers=cores + 1)
-    assert ("workers" in told(many)) == (cores > 1)
-    assert f"{cores + 1} workers" not in told(many)
-    assert told(many, "torchserve").endswith(f", {cores + 1} workers")
+    assert ("workers" in describe(many)) == (cores > 1)
+    assert f"{cores + 1} workers" not in describe(many)
+    assert describe(many, "torchserve").endswith(f", {cores + 1} workers")
 
 
 def test_a_way_that_does_not_start_is_passed_over_and_the_first_one_ends_the_tuning() -> None:
@@ -423,13 +423,13 @@ def test_a_way_that_missed_the_p99_when_it_was_asked_for_longer_is_not_judged_by
 def test_of_several_workers_each_is_told_with_the_threads_that_it_has() -> None:
     cores = len(os.sched_getaffinity(0))
     one, two = USUAL, dataclasses.replace(USUAL, workers=2)
-    assert told(one) == told(one, "torchserve")
-    assert f"openvino x{cores}, decode x{min(cores, 8)}" in told(one)
-    assert f"openvino x{cores // 2}, decode x{min(cores // 2, 8)}" in told(two)
-    assert f"openvino x{cores}, decode x{min(cores, 8)}" in told(two, "torchserve")
-    assert told(two).endswith(", 2 workers")
+    assert describe(one) == describe(one, "torchserve")
+    assert f"openvino x{cores}, decode x{min(cores, 8)}" in describe(one)
+    assert f"openvino x{cores // 2}, decode x{min(cores // 2, 8)}" in describe(two)
+    assert f"openvino x{cores}, decode x{min(cores, 8)}" in describe(two, "torchserve")
+    assert describe(two).endswith(", 2 workers")
     counted = dataclasses.replace(two, decode_threads=5, executions=(Execution("openvino", "cpu", threads=3),))
-    assert " x3, decode x5, " in told(counted)
+    assert " x3, decode x5, " in describe(counted)
 
 
 def test_a_server_that_a_killed_tuning_left_is_ended_and_nobody_elses(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimize.run.recipe import load_recipe
-from serve.asgi.plan import versions_of
-from serve.yaml_numbers import Loader
+from serve.asgi.process.serving_plan import versions_of
+from serve.common.yaml_numbers import Loader
 
 
 @pytest.mark.parametrize(

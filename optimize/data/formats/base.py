@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from optimize.listener import SILENT, Listener
-from serve.layout import PLAIN_DATA
+from serve.common.layout import PLAIN_DATA
 from serve.runtime.errors import UserError, did_you_mean
 from serve.runtime.registry import Registry, defined_at
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimize.data.formats.base import DataFormat, register
-from serve.layout import expanded
+from serve.common.layout import expanded
 from serve.runtime.errors import UserError
 
 if TYPE_CHECKING:

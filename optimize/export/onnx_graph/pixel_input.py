@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from optimize.context import Context
 from optimize.tracing.aten_program import is_program
-from serve.config import Config
-from serve.runtime.card import InputType, Preprocessing
+from serve.common.config import Config
+from serve.runtime.card.card import InputType, Preprocessing
 
 #: What a graph takes.
 GraphInput = Literal["uint8", "float"]
@@ -35,9 +35,9 @@ class TakesPixels(Config):
 class FromPixels(nn.Module):
     """``uint8 (N, C, H, W)`` pixels to what ``module`` gives for them normalised.
 
-    The formula is that of ``serve.runtime.images.normalise``, with the same constants in float32, so that both give
-    equal bits. It stays in front of the first layer and is not folded into its weights: that layer's padding is zero
-    after the normalisation, where a folded one would be as if it were zero before it.
+    The formula is that of ``serve.runtime.images.image_preprocessing.normalise``, with the same constants in float32,
+    so that both give equal bits. It stays in front of the first layer and is not folded into its weights: that layer's
+    padding is zero after the normalisation, where a folded one would be as if it were zero before it.
     """
 
     factor: torch.Tensor

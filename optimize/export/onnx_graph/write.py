@@ -33,7 +33,7 @@ from optimize.export.onnx_graph.variances import write_out_deviations
 from optimize.tracing.aten_program import required_program, unplaced
 from optimize.tracing.equivalence import require_alike
 from serve.runtime.errors import one_line
-from serve.runtime.onnx_session import LITERAL_QDQ, cpu_session
+from serve.runtime.model_files.onnx_session import LITERAL_QDQ, cpu_session
 
 INPUT, OUTPUT = "input", "logits"
 

@@ -10,7 +10,7 @@ from onnx import NodeProto, TensorProto
 
 from optimize.lint.base import CPUS, TENSORRT, Fault, LintTarget, rule
 from optimize.lint.graph import LAYERS, Graph, label
-from serve.runtime.integers import WEIGHT_MAX
+from serve.runtime.device.cpu_integers import WEIGHT_MAX
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 _WHOLE = ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "QLinearAdd", "QGemm")

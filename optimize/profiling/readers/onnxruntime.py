@@ -15,7 +15,7 @@ from optimize.profiling.base import WARM_CALLS, Piece, Reader, Reading, Subject,
 from optimize.profiling.graph import GraphLayer, GraphLayers
 from optimize.profiling.products import INPUT, activations, int8_product_graph
 from serve.runtime.errors import PipelineError
-from serve.runtime.onnx_session import cpu_session, runtime
+from serve.runtime.model_files.onnx_session import cpu_session, runtime
 
 _NODE, _RUN = "_kernel_time", "model_run"
 #: The element types of ONNX Runtime's shapes, as precisions.

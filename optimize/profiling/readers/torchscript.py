@@ -23,7 +23,7 @@ from optimize.profiling.products import activations, weights
 from optimize.quantization.graph.explicit_quantizers import quantizing
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.program_file import load_program
+from serve.runtime.model_files.program_file import load_program
 
 #: What computes, in a program of torch's kernels and in a reference program; what is fused with it is part of it. A
 #: frozen program calls each float convolution, whatever its dimensions, ``aten::_convolution`` (torch 2.11 to 2.14).

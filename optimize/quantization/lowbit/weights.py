@@ -19,7 +19,7 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from optimize.quantization.lowbit.straight import Integers, instead, rounded, stepped
 from optimize.quantization.ranges import Granularity, WeightRange
-from serve.runtime.integers import WEIGHT_MAX
+from serve.runtime.device.cpu_integers import WEIGHT_MAX
 
 #: Below it a scale would be no normal number any more, nor positive.
 LEAST_SCALE = float(torch.finfo(torch.float32).eps)

@@ -54,7 +54,7 @@ from optimize.quantization.rewrites.resizes import write_out_resizes
 from optimize.quantization.targets import Target
 from optimize.tracing.aten_program import program_of, required_program
 from optimize.tracing.constants import constant_value
-from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
+from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT, VNNI_X86
 
 #: The type range of each integer type that torch.ao produces here.
 _FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}

@@ -25,8 +25,8 @@ from optimize.quantization.ranges import Granularity, WeightObserver, cut, weigh
 from optimize.quantization.recovery.adaround import Rounding, learn_rounding
 from optimize.quantization.simulate import simulated, unwatched, weight_grid, weighted
 from optimize.store.effects import Effect
-from serve.config import Config
-from serve.runtime.images import normalise
+from serve.common.config import Config
+from serve.runtime.images.image_preprocessing import normalise
 
 SHIFT = "mean error of the output (RMS over channels, share of the output's deviation)"
 SQNR = "SQNR of the output in dB"

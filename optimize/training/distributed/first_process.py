@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from optimize.training.distributed.environment import Launch, launch
-from serve.runtime.cores import cores
-from serve.runtime.execution import STARTED_WITH
+from serve.runtime.card.execution import STARTED_WITH
+from serve.runtime.device.cores import cores
 
 _THREADS = "OMP_NUM_THREADS"
 

@@ -1,4 +1,4 @@
-"""What else may decode an image than the runtime's own `images.decode`: one file a decoder, found by being there.
+"""What else may decode an image than the runtime's own `image_preprocessing.decode`, one file a decoder.
 
 In come headers that were checked and encoded bytes, out go ``uint8`` images, on a GPU or the host; what one of them
 does not take, the runtime decodes itself.

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 import torch
 
-from ..card import Preprocessing
+from ..card.card import Preprocessing
+from ..device.device_faults import device_answers, is_lost
 from ..errors import BrokenError, EngineError, UserError, did_you_mean, one_line
-from ..faults import device_answers, is_lost
-from ..headers import Header
-from ..images import fit
+from ..images.headers import Header
+from ..images.image_preprocessing import fit
+from ..images.structure import whole_jpeg
 from ..registry import Registry
-from ..structure import whole_jpeg
 
 #: 16x16 pixels of one colour, for probes.
 TINY_JPEG = base64.b64decode(
@@ -32,7 +32,7 @@ TINY_JPEG = base64.b64decode(
 )
 _TINY_COLOUR = (200, 100, 50)
 
-#: The runtime's own decoder, `images.decode`: what accuracy was measured with.
+#: The runtime's own decoder, `image_preprocessing.decode`: what accuracy was measured with.
 CPU = "cpu"
 
 
@@ -155,8 +155,8 @@ class DeviceDecoder:
 
     Only colour JPEGs go to the device, and of them only whole ones: nvJPEG makes black of what was cut off, and
     something of what has no tables, and says nothing (TorchCodec 0.17). The images of a batch are resized and cropped
-    there, by the same function as on the host (`images.fit`), which computes in float32 there: pixels may differ by a
-    level.
+    there, by the same function as on the host (`image_preprocessing.fit`), which computes in float32 there: pixels may
+    differ by a level.
 
     Args:
         name: as registered.

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from ..card import Preprocessing
-from ..headers import Header
-from ..images import ELONGATED, fit
-from ..lean_torchvision import InterpolationMode
-from ..lean_torchvision import functional as transforms
+from ..card.card import Preprocessing
+from ..images.headers import Header
+from ..images.image_preprocessing import ELONGATED, fit
+from ..images.lean_torchvision import InterpolationMode
+from ..images.lean_torchvision import functional as transforms
 from .base import TINY_JPEG, Decoder, DecoderType, check_tiny, register
 
 # How many times larger than needed what is decoded stays at least: Pillow's `reducing_gap` of 2.0. Nearer to 1 the

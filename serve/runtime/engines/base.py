@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ..buckets import StaticBatches
-from ..card import Card
+from ..card.card import Card
+from ..card.execution import Execution, Option
+from ..device.buckets import StaticBatches
+from ..device.cpu_integers import ANY_X86, VNNI_X86, saturates
 from ..errors import EngineError, UserError, did_you_mean, one_line
-from ..execution import Execution, Option
-from ..integers import ANY_X86, VNNI_X86, saturates
 from ..registry import Registry
 
 
@@ -64,7 +64,7 @@ class EngineType:
         rank: of the engines that open an artifact, the order in which they are preferred where none was measured;
             lower first.
         accepts: why it cannot run an artifact of one of its formats; None if it can.
-        targets: the integers that it computes as they are meant, where the processor does, too; see `integers`.
+        targets: the integers that it computes as they are meant, where the processor does, too; see `cpu_integers`.
         computes_with_torch: whether it runs on torch's threads; else torch gets one in the engine's process.
         any_thread: whether one thread may run it on the CPU and then another: it is bound to none, and has no threads
             of its own for each. Never two at once.

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ..card import Card
-from ..execution import Execution
-from ..integers import ANY_X86, TENSORRT, VNNI_X86
-from ..program_file import program_on
+from ..card.card import Card
+from ..card.execution import Execution
+from ..device.cpu_integers import ANY_X86, TENSORRT, VNNI_X86
+from ..model_files.program_file import program_on
 from .base import Engine, EngineType, register
 
 

@@ -1,7 +1,7 @@
 """``inductor``: a ``torch.export`` program compiled by AOTInductor for this machine, when it is first opened here.
 
 What it compiles is native code, which whoever opens it trusts: it is made from the verified artifact on the machine
-that runs it, kept in the user's cache (see `compiled`) and never packed.
+that runs it, kept in the user's cache (see `compile_cache`) and never packed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from ..buckets import StaticBatches
-from ..card import Card
-from ..compiled import cache_folder, device_key, kept
-from ..cuda_graphs import CudaGraphs, agree
+from ..card.card import Card
+from ..card.execution import Execution
+from ..device.buckets import StaticBatches
+from ..device.cuda_graphs import CudaGraphs, agree
 from ..errors import EngineError
-from ..execution import Execution
-from ..program_file import program_on
-from ..tried_apart import answers_apart
+from ..model_files.compile_cache import cache_folder, device_key, kept
+from ..model_files.isolated_run import run_isolated
+from ..model_files.program_file import program_on
 from .base import Engine, EngineOption, EngineType, register
 
 _FILE = "model.pt2"
@@ -151,7 +151,7 @@ def compile_program(
         batches = [torch.randn((count, *example.shape[1:])).to(example.dtype) for count in counts]
         # A crash would end a server of several models. On the CPU nobody gets this engine who did not ask for it.
         if example.device.type == "cuda":
-            answers = answers_apart(package, _index(example.device), batches, name)
+            answers = run_isolated(package, _index(example.device), batches, name)
         else:
             compiled = _loaded(package, example.device)
             answers = [compiled(batch) for batch in batches]

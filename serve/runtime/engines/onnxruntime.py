@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from ..card import Card
+from ..card.card import Card
+from ..card.execution import Execution
 from ..errors import EngineError
-from ..execution import Execution
-from ..onnx_file import TINY_GRAPH, check_graph
-from ..onnx_session import CPU_PROVIDER, cpu_session, run_tiny
+from ..model_files.onnx_file import TINY_GRAPH, check_graph
+from ..model_files.onnx_session import CPU_PROVIDER, cpu_session, run_tiny
 from .base import Engine, EngineOption, EngineType, register
 
 

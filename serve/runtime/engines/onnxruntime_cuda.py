@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from ..card import Card
-from ..execution import Execution
-from ..onnx_file import TINY_GRAPH, check_graph
-from ..onnx_session import GpuBinding, gpu_session, run_tiny
+from ..card.card import Card
+from ..card.execution import Execution
+from ..model_files.onnx_file import TINY_GRAPH, check_graph
+from ..model_files.onnx_session import GpuBinding, gpu_session, run_tiny
 from .base import Engine, EngineOption, EngineType, register
 
 _PROVIDER = "CUDAExecutionProvider"

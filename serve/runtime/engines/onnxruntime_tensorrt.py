@@ -1,7 +1,7 @@
 """``onnxruntime-tensorrt``: an ONNX graph that ONNX Runtime gives to TensorRT, as a whole.
 
 TensorRT compiles for this GPU when the artifact is first opened. What it compiled, and what it timed, is kept in the
-user's cache (see `compiled`): never in an artifact.
+user's cache (see `compile_cache`): never in an artifact.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from ..buckets import DEFAULT_BUCKETS, pieces
-from ..card import Card
-from ..compiled import cache_folder, device_key
+from ..card.card import Card
+from ..card.execution import Execution
+from ..device.buckets import DEFAULT_BUCKETS, pieces
+from ..device.cpu_integers import TENSORRT
 from ..errors import EngineError
-from ..execution import Execution
-from ..integers import TENSORRT
-from ..onnx_file import TINY_GRAPH, check_graph
-from ..onnx_session import LITERAL_QDQ, GpuBinding, gpu_session, run_tiny, runtime
+from ..model_files.compile_cache import cache_folder, device_key
+from ..model_files.onnx_file import TINY_GRAPH, check_graph
+from ..model_files.onnx_session import LITERAL_QDQ, GpuBinding, gpu_session, run_tiny, runtime
 from .base import Engine, EngineOption, EngineType, register
 
 _PROVIDER = "TensorrtExecutionProvider"
@@ -53,7 +53,7 @@ class OnnxRuntimeTensorRtEngine:
         machine = {"tensorrt": tensorrt_version(), "onnxruntime": runtime().__version__, **device_key(self.device)}
         compiled = compile_options(card, execution, input_name(path))
         # ONNX Runtime reads both by itself, and asks nobody whether they are what was written: unlike those of
-        # `compiled.kept` they have no recorded hash, and the folder's mode is all that keeps others from them.
+        # `compile_cache.kept` they have no recorded hash, and the folder's mode is all that keeps others from them.
         engines = cache_folder("tensorrt", engine_key(card, compiled, machine))
         timings = cache_folder("tensorrt-timings", machine)
         options = {

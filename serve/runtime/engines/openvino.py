@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..card import Card
+from ..card.card import Card
+from ..card.execution import Execution
 from ..errors import EngineError
-from ..execution import Execution
-from ..onnx_file import TINY_GRAPH, check_graph
-from ..telemetry import import_openvino
+from ..model_files.onnx_file import TINY_GRAPH, check_graph
+from ..model_files.telemetry import import_openvino
 from .base import Engine, EngineOption, EngineType, register
 
 #: Ending of the weights beside a graph of OpenVINO's own format (``.xml``).

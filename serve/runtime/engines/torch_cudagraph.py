@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from ..buckets import DEFAULT_BUCKETS, StaticBatches
-from ..card import Card
-from ..cuda_graphs import CudaGraphs
-from ..execution import Execution
-from ..program_file import program_on
+from ..card.card import Card
+from ..card.execution import Execution
+from ..device.buckets import DEFAULT_BUCKETS, StaticBatches
+from ..device.cuda_graphs import CudaGraphs
+from ..model_files.program_file import program_on
 from .base import Engine, EngineOption, EngineType, register
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from ..card import Card
+from ..card.card import Card
+from ..card.execution import Execution
+from ..device.cpu_integers import has_vnni
 from ..errors import EngineError
-from ..execution import Execution
-from ..integers import has_vnni
-from ..script_file import load_script
+from ..model_files.script_file import load_script
 from .base import Engine, EngineType, register
 
 

@@ -17,8 +17,8 @@ import org.slf4j.LoggerFactory
 class RequestIds {
     private static final String HEADER = 'x-request-id'
     private static final String OURS = ''
-    private static final Pattern TAKEN = Pattern.compile('[!-~]{1,128}')  // as serve/runtime/observing.py
-    private static final int UNANSWERED = 499  // as nginx says it, and serve/asgi/application.py
+    private static final Pattern TAKEN = Pattern.compile('[!-~]{1,128}')  // as serve/runtime/service/observation.py
+    private static final int UNANSWERED = 499  // as nginx says it, and serve/asgi/http/application.py
     private static final Logger LOG = LoggerFactory.getLogger('serve.access')
 
     @TupleConstructor

@@ -1,0 +1,82 @@
+"""Private copies of archives and artifact folders, so that nobody can swap what was looked at before it is used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from serve.runtime.card.card import CARD_FILE, read_card
+from serve.runtime.card.known_answer import KNOWN_FILE
+from serve.runtime.card.serving import SERVING_FILE
+from serve.runtime.errors import CardError, UserError
+
+_AT_ONCE = 1 << 20  # bytes
+
+
+def private_copy(source: Path, into: Path) -> Path:
+    """Copy an archive, or what is loaded of an artifact folder, to ``into / source.name``.
+
+    Of a folder these are the card, the files that it names, ``serving.json`` and ``known.json``: not the timings, which
+    are written anew beside them. Nothing is checked but that they are plain files.
+
+    Args:
+        source: a ``.mar`` file, or an artifact folder.
+        into: a folder of this user's alone (mode 700).
+
+    Raises:
+        UserError: the source is not there, something cannot be copied, or ``into`` is open to others.
+        CardError: a link, a pipe or the like lies among the files; the folder's card cannot be read.
+    """
+    found = into.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise UserError(f"{into}: is not this user's alone (mode 700), and what is checked there could be swapped")
+    copy = into / source.name
+    if not source.is_dir():
+        copy_file(source, copy, follow=True)
+        return copy
+    copy.mkdir(mode=0o700)
+    copy_file(source / CARD_FILE, copy / CARD_FILE)
+    beside = (name for name in (SERVING_FILE, KNOWN_FILE) if os.path.lexists(source / name))
+    names = [*read_card(copy).files, *beside]
+    for name in dict.fromkeys(names):
+        copy_file(source / name, copy / name)
+    return copy
+
+
+def copy_file(source: Path, copy: Path, *, follow: bool = False) -> None:
+    """Copy one plain file to a new one that only this user reads.
+
+    Args:
+        source: the file.
+        copy: nothing lies there yet.
+        follow: whether ``source`` may be a link.
+
+    Raises:
+        UserError: it cannot be read or written.
+        CardError: it is no plain file.
+    """
+    # Not blocking, or a pipe in a file's place would hold the start for ever.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        if source.is_symlink() and not follow:
+            raise CardError(f"{source}: is a link, and an artifact's files lie in its folder")
+        with os.fdopen(os.open(source, flags), "rb") as reading:
+            if not stat.S_ISREG(os.fstat(reading.fileno()).st_mode):
+                raise CardError(f"{source}: is no regular file")
+            new = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(new, "wb") as writing:
+                shutil.copyfileobj(reading, writing, _AT_ONCE)
+    except OSError as error:
+        # What fails in reading or writing, as on a full disk, names no file.
+        into = "" if error.filename == str(source) else f" to {copy.parent}"
+        raise UserError(f"{source}: cannot be copied{into} ({error.strerror or error})") from None
+
+
+def remove_copy(copy: Path) -> None:
+    """Remove what `private_copy` made, whole or not; there need be nothing."""
+    if copy.is_dir() and not copy.is_symlink():
+        shutil.rmtree(copy, ignore_errors=True)
+    else:
+        copy.unlink(missing_ok=True)

@@ -1,0 +1,140 @@
+"""Signatures of archives and artifact folders: OpenSSF Model Signing with a key of one's own, no network.
+
+A signature lies beside what it is of, as ``<name>.sig``: a Sigstore bundle that any implementation of the
+specification reads (https://github.com/ossf/model-signing-spec). It says who vouches for the bytes, and nothing about
+what they do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from serve.archive.private_copy import private_copy
+from serve.common.layout import SIGNATURE_ENDING
+from serve.runtime.errors import PipelineError, UserError, first_line
+
+_LARGEST_SIGNATURE = 16 << 20  # bytes
+_KINDS = "it must be on the curve P-256, P-384 or P-521, in PEM"
+
+
+class SignatureError(PipelineError):
+    """What should be signed is not, or not by whom it should be, or was changed afterwards."""
+
+
+def signature_path(signed: Path) -> Path:
+    """Where the signature of an archive or a folder lies."""
+    return signed.with_name(signed.name + SIGNATURE_ENDING)
+
+
+def sign(path: Path, key: Path, *, password: str | None = None) -> Path:
+    """Sign an archive, or what is loaded of an artifact folder, and write the signature beside it.
+
+    Args:
+        path: the ``.mar`` file or the folder.
+        key: a private key on the curve P-256, P-384 or P-521, in PEM.
+        password: the key's, if it is encrypted.
+
+    Returns:
+        The signature's path.
+
+    Raises:
+        UserError: there is nothing to sign, the key cannot be used, or model-signing is not installed.
+        CardError: the folder is no artifact.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: there is nothing to sign")
+    signing = _library("signing")
+    try:
+        # The library takes the password for text, and its cryptography for bytes (model-signing 1.1.1).
+        secret = None if password is None else password.encode()
+        signer = signing.Config().use_elliptic_key_signer(private_key=key, password=secret)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{key}: cannot sign: {_why(error)}; {_KINDS}") from None
+    written = signature_path(path)
+    with tempfile.TemporaryDirectory(prefix="signing-") as folder:
+        subject = private_copy(path, Path(folder)) if path.is_dir() else path
+        try:
+            signer.set_hashing_config(_hashing()).sign(subject, written)
+        except OSError as error:
+            raise UserError(f"{written}: cannot be written ({error.strerror})") from None
+    return written
+
+
+def check_signature(path: Path, keys: Sequence[Path], signature: Path | None = None) -> Path:
+    """See that one of ``keys`` signed exactly what lies at ``path``.
+
+    Args:
+        path: the ``.mar`` file, or a folder as `private_copy.private_copy` leaves it. Whoever goes on to use it sees to
+            it that nobody changes it meanwhile.
+        keys: public keys in PEM; any of them will do.
+        signature: where the signature is, if not beside it.
+
+    Returns:
+        The key that it was.
+
+    Raises:
+        SignatureError: it is not signed, by none of the keys, or was changed after it was signed.
+        UserError: a key cannot be used, or model-signing is not installed.
+    """
+    signature = signature or signature_path(path)
+    if not signature.is_file():
+        raise SignatureError(f"{path}: is not signed: there is no {signature.name} beside it")
+    if signature.stat().st_size > _LARGEST_SIGNATURE:
+        raise SignatureError(f"{signature}: is no signature: it has more than {_LARGEST_SIGNATURE >> 20} MB")
+    verifying = _library("verifying")
+    reasons = []
+    for key in keys:
+        config = verifying.Config()
+        try:
+            config.use_elliptic_key_verifier(public_key=key)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{key}: cannot verify: {_why(error)}; {_KINDS}") from None
+        try:
+            config.set_hashing_config(_hashing()).verify(path, signature)
+        except Exception as error:  # noqa: BLE001 - a crafted bundle fails in json, base64, pydantic, cryptography …
+            reasons.append(f"by {key.name}: {_why(error)}")
+        else:
+            return key
+    raise SignatureError(f"{path}: its signature does not hold {'; '.join(reasons)}")
+
+
+def verify(path: Path, keys: Sequence[Path]) -> Path:
+    """As `check_signature`, of an archive or an artifact folder as it lies in a store.
+
+    Raises:
+        UserError: there is nothing to verify, or no key to do it with.
+        CardError: the folder is no artifact.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: there is nothing to verify")
+    if not keys:
+        raise UserError(f"{path}: say with --key whose signature it should have")
+    with tempfile.TemporaryDirectory(prefix="verifying-") as folder:
+        subject = private_copy(path, Path(folder)) if path.is_dir() else path
+        return check_signature(subject, keys, signature_path(path))
+
+
+def _hashing() -> Any:
+    """How files are counted: all of them. The library's default leaves out ``.gitignore`` and its like."""
+    files = _library("hashing").Config().use_file_serialization(hashing_algorithm="sha256", allow_symlinks=False)
+    return files.set_ignored_paths(paths=[], ignore_git_paths=False)
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(f"model_signing.{name}")
+    except ImportError as error:
+        raise UserError(
+            f"signatures need the extra 'signing' (pip install 'optimize-and-serve[signing]'): {first_line(error)}"
+        ) from None
+
+
+def _why(error: Exception) -> str:
+    """What went wrong, in one line; cryptography says nothing of a signature that does not fit."""
+    if type(error).__name__ == "InvalidSignature":
+        return "it was made with another key, or changed"
+    return (error.strerror if isinstance(error, OSError) else None) or first_line(error)

@@ -1,0 +1,220 @@
+"""What a starter loads: a private copy of an archive or an artifact folder, checked after it was made.
+
+Between a check of the file in the store and its use somebody could swap it; nobody but this user reaches the copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, Field
+
+from serve.archive.archive_file import OpenArchive, open_archive
+from serve.archive.ceilings import Ceilings
+from serve.archive.private_copy import copy_file, private_copy, remove_copy
+from serve.archive.signature import SignatureError, check_signature, signature_path
+from serve.common.config import Config
+from serve.common.options import ServingOptions
+from serve.runtime.card.card import Card, load_card
+from serve.runtime.card.known_answer import NOTHING_KNOWN
+from serve.runtime.errors import CardError, UserError, did_you_mean
+
+#: A store's own settings.
+SETTINGS_FILE = "serve.toml"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What may be loaded.
+
+    Attributes:
+        keys: public keys, one of which must have signed it; empty: it need not be signed.
+        foreign_code: a server that runs what is in an archive, as TorchServe does, may be given an unsigned one whose
+            Python is not this installation's.
+        known: what is served must have an image whose answer is known, for which it is asked first.
+        ceilings: the most that an archive may ask for.
+    """
+
+    keys: tuple[Path, ...] = ()
+    foreign_code: bool = False
+    known: bool = False
+    ceilings: Ceilings = field(default_factory=Ceilings)
+
+    def without_known(self, archive: Path) -> None:
+        """See that an archive may be served which has no known answer.
+
+        Raises:
+            CardError: it may not.
+        """
+        if self.known:
+            raise CardError(
+                f"{archive}: cannot be checked before it is served ({NOTHING_KNOWN}): have it measured and packed by "
+                f"`python -m optimize run`, or start without --require-known"
+            )
+
+
+class SigningSettings(Config):
+    """The table ``[signing]`` of a store's ``serve.toml``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="[signing]")
+
+    require: tuple[str, ...] = Field(
+        default=(),
+        description="Public keys, by paths from the store; one of them must have signed what is served.",
+    )
+    foreign_code: bool = Field(
+        default=False,
+        description="Whether TorchServe may run the Python of an unsigned archive that is not this installation's.",
+    )
+
+
+class KnownSettings(Config):
+    """The table ``[known]`` of a store's ``serve.toml``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="[known]")
+
+    require: bool = Field(
+        default=False,
+        description="Whether what is served must have an image whose answer is known, and give that answer first.",
+    )
+
+
+# What a store's ``serve.toml`` may have.
+_TABLES = ("signing", "known", "ceilings")
+
+
+def policy_of(
+    store: Path,
+    required: Sequence[Path] = (),
+    *,
+    foreign_code: bool = False,
+    known: bool = False,
+    options: ServingOptions | None = None,
+) -> Policy:
+    """What may be loaded from a store: as its ``serve.toml`` says, and as a command line says.
+
+    Args:
+        store: holds the runs.
+        required: keys that are named on the command line, which stand instead of the file's.
+        foreign_code: allow it whatever the file says.
+        known: ask for known answers whatever the file says.
+        options: how the command line says that it is served: who asks there for more than a ceiling may.
+
+    Raises:
+        UserError: the file cannot be read, or says what is not understood; a key is not there.
+    """
+    path = store / SETTINGS_FILE
+    tables: dict[str, Any] = {}
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    for name in tables:
+        if name not in _TABLES:
+            hint = did_you_mean(name, _TABLES)
+            raise UserError(f"{path}: there is nothing called {name!r}{hint}; there are [{'] and ['.join(_TABLES)}]")
+    for name in _TABLES:
+        if not isinstance(tables.get(name, {}), dict):
+            raise UserError(f"{path}: {name} must be a table, found {tables[name]!r}")
+    try:
+        settings = SigningSettings(**tables.get("signing", {}))
+        known = known or KnownSettings(**tables.get("known", {})).require
+        ceilings = Ceilings(**tables.get("ceilings", {}))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    keys = tuple(required) or tuple(store / key for key in settings.require)
+    for key in keys:
+        if not key.is_file():
+            raise UserError(f"{key}: there is no such public key, and what is served must be signed with it")
+    if options is not None:
+        ceilings = ceilings.raised_by(options)
+    return Policy(keys, foreign_code or settings.foreign_code, known, ceilings)
+
+
+#: What in an archive, by path, would be run or obeyed, and is not what this installation would pack there.
+ForeignParts = Callable[[OpenArchive, Card], list[str]]
+
+
+def verified_copy(source: Path, policy: Policy, into: Path, *, foreign: ForeignParts | None) -> Path:
+    """Copy an archive or an artifact folder to where nobody else can write, check the copy, and return it.
+
+    It is whole, by the hashes of its card. An archive asks for no more than the ceilings. Where the policy says so, it
+    is signed, and then it is the archive of the model that its file is named after: a signed one cannot stand in for
+    another.
+
+    Args:
+        source: a ``.mar`` file, or an artifact folder.
+        policy: what may be loaded.
+        into: a private folder (700) of the caller's.
+        foreign: `serve.torchserve.archive_builder.foreign_parts` where an archive's Python will be run, as TorchServe
+            does. Then it must be signed, or be this installation's, unless the policy allows others. None: it is not
+            run.
+
+    Returns:
+        The copy: a path in ``into`` of the same name.
+
+    Raises:
+        SignatureError: the policy does not allow it.
+        CardError: it is not whole, or no archive or artifact.
+        UserError: it is not there or cannot be copied, or ``into`` is open to others.
+    """
+    copy = into / source.name
+    signature = signature_path(copy)
+    try:
+        with _told_of(source, copy):
+            private_copy(source, into)
+            if policy.keys:
+                if not signature_path(source).is_file():
+                    raise SignatureError(
+                        f"{source}: is not signed, and must be by {' or '.join(key.name for key in policy.keys)}: "
+                        f"sign it with `python -m serve sign`"
+                    )
+                copy_file(signature_path(source), signature, follow=True)
+                check_signature(copy, policy.keys)
+            if copy.is_dir():
+                load_card(copy)
+            else:
+                with open_archive(copy) as archive:
+                    _check_archive(source, archive, policy, foreign)
+    except BaseException:
+        remove_copy(copy)
+        raise
+    finally:
+        signature.unlink(missing_ok=True)
+    return copy
+
+
+@contextmanager
+def _told_of(source: Path, copy: Path) -> Iterator[None]:
+    """What is wrong with a copy as what is wrong with its source: the copy is gone when somebody reads of it."""
+    try:
+        yield
+    except (CardError, SignatureError) as error:
+        raise type(error)(str(error).replace(str(copy), str(source))) from None
+
+
+def _check_archive(source: Path, archive: OpenArchive, policy: Policy, foreign: ForeignParts | None) -> None:
+    card = archive.check()
+    # Our own server runs no Python of an archive's, and has no more processes than cores whatever an archive asks for.
+    asked = archive.serving()
+    policy.ceilings.check(source, asked if foreign is not None else dataclasses.replace(asked, workers=1))
+    if policy.keys:
+        if (name := archive.name()) != source.stem:
+            raise SignatureError(f"{source}: is the signed archive of {name}, and not of {source.stem}")
+        return
+    if foreign is None or policy.foreign_code:
+        return
+    if parts := foreign(archive, card):
+        raise SignatureError(
+            f"{source}: holds what this installation would not pack ({parts[0]}), and TorchServe would run it: pack "
+            f"it again with `python -m serve package`, have it signed and start with --require-signed, or start with "
+            f"--foreign-code if you trust it"
+        )

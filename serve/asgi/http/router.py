@@ -1,0 +1,120 @@
+"""Paths to what answers them: a tree of segments, in which ``{name}`` takes any one segment."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from serve.asgi.http.messages import RefusedError, Response
+
+if TYPE_CHECKING:
+    from serve.asgi.http.call import Call
+
+Handler = Callable[["Call"], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """What answers one path.
+
+    Attributes:
+        path: as it was added, such as ``/predictions/{name}``: the word for it in metrics and logs.
+        handler: answers a `Call`; what it refuses it raises as `RefusedError`.
+        public: whether it is answered without a token, as probes of the server's health are.
+    """
+
+    path: str
+    handler: Handler
+    public: bool = False
+
+
+@dataclass
+class _Node:
+    """One segment: the segments that may follow it, and what answers here, by method."""
+
+    literal: dict[str, _Node] = field(default_factory=dict)
+    parameter: tuple[str, _Node] | None = None
+    routes: dict[str, Route] = field(default_factory=dict)
+
+
+class Router:
+    """The routes of one application. Filled before it serves, read from the event loop."""
+
+    def __init__(self) -> None:
+        self._root = _Node()
+
+    def add(self, methods: str, path: str, handler: Handler, *, public: bool = False) -> None:
+        """Answer ``path`` with ``handler``.
+
+        Args:
+            methods: in capitals, with blanks between them: ``"GET"``, ``"POST PUT"``.
+            path: segments, of which ``{name}`` stands for any one and is given to the handler by that name.
+            handler: see `Route`.
+            public: see `Route`.
+
+        Raises:
+            ValueError: the path is taken for one of the methods, or one place of it has two names.
+        """
+        node = self._root
+        for segment in path.strip("/").split("/"):
+            if segment.startswith("{"):
+                name = segment.strip("{}")
+                if node.parameter is None:
+                    node.parameter = (name, _Node())
+                if node.parameter[0] != name:
+                    raise ValueError(f"{path}: {{{name}}} is called {{{node.parameter[0]}}} elsewhere")
+                node = node.parameter[1]
+            else:
+                node = node.literal.setdefault(segment, _Node())
+        for method in methods.split():
+            if method in node.routes:
+                raise ValueError(f"{method} {path} is answered already")
+            node.routes[method] = Route(path, handler, public)
+
+    def find(self, method: str, raw_path: str) -> tuple[Route, dict[str, str]]:
+        """The route for a request, and what stands in the places of its parameters.
+
+        A literal segment wins over a parameter. HEAD is answered as GET.
+
+        Args:
+            method: in capitals.
+            raw_path: with its percent signs: an encoded slash belongs to a segment.
+
+        Raises:
+            RefusedError: 404 or 405.
+        """
+        segments = raw_path.strip("/").split("/")
+        methods: set[str] = set()
+        for node, parameters in _matches(self._root, segments, 0):
+            route = node.routes.get(method) or (node.routes.get("GET") if method == "HEAD" else None)
+            if route is not None:
+                return route, parameters
+            methods.update(node.routes)
+        if methods and method == "OPTIONS":
+            raise RefusedError(
+                405,
+                "this server answers no browser that shows another site's page (CORS): let a proxy in front of it add "
+                "the headers, or ask from your own back end",
+                "method",
+                (("allow", ", ".join(sorted(methods))),),
+            )
+        if methods:
+            allowed = ", ".join(sorted(methods))
+            raise RefusedError(
+                405, f"{method[:20]} is not answered here: use {allowed}", "method", (("allow", allowed),)
+            )
+        raise RefusedError(404, "there is nothing at this path: ask /predictions/NAME", "path")
+
+
+def _matches(node: _Node, segments: list[str], index: int) -> Iterator[tuple[_Node, dict[str, str]]]:
+    if index == len(segments):
+        yield node, {}
+        return
+    if (following := node.literal.get(segments[index])) is not None:
+        yield from _matches(following, segments, index + 1)
+    if node.parameter is not None and segments[index]:
+        name, following = node.parameter
+        for found, parameters in _matches(following, segments, index + 1):
+            yield found, {name: unquote(segments[index]), **parameters}

@@ -1,0 +1,155 @@
+"""Updates the models that are served: new versions are opened and warm before they get a request."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from serve.archive.verification import Policy
+from serve.asgi.http.served_models import Models, Served
+from serve.asgi.process.model_loader import load
+from serve.asgi.process.serving_plan import Wanted
+from serve.runtime.card.card import sha256_file
+from serve.runtime.errors import EngineError
+from serve.runtime.service.garbage_collection import freeze_heap
+
+_LOG = logging.getLogger(__name__)
+
+
+class ModelUpdates:
+    """Changes `Models`, one change after the other. Used in the event loop.
+
+    Args:
+        models: what is changed.
+        gpu: as of `load`.
+        queue: as of `load`.
+        policy: as of `load`.
+        drain_s: seconds for what an old version accepted.
+        on_loaded: told of each version that was opened, with the seconds that it took.
+        on_left_out: told of each that was left out, and why.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        *,
+        gpu: int | None,
+        queue: int | None,
+        policy: Policy,
+        drain_s: float,
+        on_loaded: Callable[[Served, float], None],
+        on_left_out: Callable[[Wanted, EngineError], None],
+    ) -> None:
+        self._models = models
+        self._load = functools.partial(load, gpu=gpu, queue=queue, policy=policy)
+        self._drain_s = drain_s
+        self._on_loaded = on_loaded
+        self._on_left_out = on_left_out
+        self._changing = asyncio.Lock()
+        self._closing: list[threading.Thread] = []  # of engines that did not answer in time
+        self._leaving: set[asyncio.Task[bool]] = set()
+
+    @property
+    def left_open(self) -> bool:
+        """Whether an engine that is out still runs: Python would wait for it, or a library abort."""
+        return any(thread.is_alive() for thread in self._closing)
+
+    async def change(self, wanted: Sequence[Wanted], *, leave_out: bool = False) -> None:
+        """Serve ``wanted`` and nothing else.
+
+        A version whose archive is the same goes on; another is opened beside those that are served. When all are warm,
+        they get the requests at once; who is out answers what it has accepted, and is closed. While it changes, both
+        are in memory.
+
+        Args:
+            wanted: what is to be served.
+            leave_out: go on without what no engine runs here, where something is left, and it is not served now.
+
+        Raises:
+            PipelineError: one cannot be opened; then all stays as it was.
+        """
+        async with self._changing:
+            opened: list[Served] = []
+            found: dict[str, list[Served]] = {}
+            weights: list[tuple[Served, int]] = []
+            try:
+                for entry in wanted:
+                    served = await self._same(entry)
+                    if served is None:
+                        started = time.perf_counter()
+                        try:
+                            served = await asyncio.to_thread(self._load, entry)
+                        except EngineError as error:
+                            served_now = self._models.versions(entry.name)
+                            if not leave_out or served_now or (entry is wanted[-1] and not found):
+                                raise
+                            self._on_left_out(entry, error)
+                            continue
+                        opened.append(served)
+                        self._on_loaded(served, time.perf_counter() - started)
+                    found.setdefault(entry.name, []).append(served)
+                    weights.append((served, entry.weight))
+            except BaseException:
+                for served in opened:
+                    await asyncio.to_thread(served.service.close)
+                raise
+            for served, weight in weights:  # of those that go on, only now
+                served.weight = weight
+            for old in self._models.replace(found):
+                task = asyncio.ensure_future(self._leave(old))
+                self._leaving.add(task)
+                task.add_done_callback(self._left)
+            if opened:
+                freeze_heap()
+
+    async def end(self, within_s: float | None = None) -> bool:
+        """Answer what was accepted, and close everything.
+
+        Args:
+            within_s: seconds for that, and for what versions have accepted that are out already; None: ``drain_s``.
+
+        Returns:
+            Whether all of it was answered in time.
+        """
+        seconds = self._drain_s if within_s is None else within_s
+        async with self._changing:
+            leaving = [asyncio.ensure_future(self._leave(old, seconds)) for old in self._models.replace({})]
+            over, late = await asyncio.wait(self._leaving, timeout=seconds) if self._leaving else (set(), set())
+            answered = await asyncio.gather(*leaving)
+        return all(answered) and all(task.result() for task in over) and not late
+
+    async def _same(self, wanted: Wanted) -> Served | None:
+        """The version that is served already and was opened from the same bytes."""
+        for served in self._models:
+            if (served.name, served.version) == (wanted.name, wanted.version):
+                digest = await asyncio.to_thread(sha256_file, wanted.archive)
+                return served if digest == served.digest else None
+        return None
+
+    def _left(self, task: asyncio.Task[bool]) -> None:
+        self._leaving.discard(task)
+        freeze_heap()  # what it held is freed; not where the server ends, which takes no time for it
+
+    async def _leave(self, served: Served, within_s: float | None = None) -> bool:
+        answered = True
+        ends = time.monotonic() + (self._drain_s if within_s is None else within_s)
+        try:
+            async with asyncio.timeout(ends - time.monotonic()):
+                await served.released()
+        except TimeoutError:
+            answered = False
+        answered &= await asyncio.to_thread(served.service.drain, max(0.0, ends - time.monotonic()))
+        if answered:
+            await asyncio.to_thread(served.service.close)
+        else:  # an engine that hangs is never closed: nothing waits for it, nor does the process when it ends
+            self._closing.append(threading.Thread(target=served.service.close, name="close", daemon=True))
+            self._closing[-1].start()
+        _LOG.info(
+            "closed",
+            extra={"fields": {"model": served.name, "version": served.version, "all_answered": answered}},
+        )
+        return answered

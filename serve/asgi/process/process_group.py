@@ -1,0 +1,422 @@
+"""Several processes that serve the same at one port, and the one that starts them, watches them and ends them.
+
+Each has its own engine and a share of the cores; the kernel deals out the connections. That pays where Python's lock is
+short, and not the device: one server had an H200 answer some 1,900 JPEGs a second, three beside each other twice that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from serve.archive.archive_file import serving_in
+from serve.asgi.http.call import Limits
+from serve.asgi.http.listen_sockets import Listening, shared
+from serve.asgi.http.server_settings import Settings
+from serve.asgi.process.group_member import (
+    SIGNALS,
+    Alive,
+    Change,
+    Changed,
+    Failed,
+    Member,
+    Message,
+    Notice,
+    Ready,
+)
+from serve.asgi.process.serving_plan import Wanted
+from serve.asgi.process.systemd_notify import notify
+from serve.common.scratch import scratch
+from serve.runtime.device.cores import cores, quota
+from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
+from serve.runtime.service.logs import log_to_stderr
+
+_LOG = logging.getLogger(__name__)
+# From the end of a process to the start of the next in its place: longer each time, until one is ready.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+# A process whose event loop does not answer keeps its share of those who connect. They are counted while this one runs,
+# a question each: what stops the machine, or all of them, is no silence of one.
+_ASK_AGAIN_S, _MOST_UNANSWERED = 1.0, 30
+
+
+def run_group(
+    count: int, settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callable[[str], None]
+) -> int:
+    """Serve with several processes until a signal ends them; as `server_process.run`, whose signals they all get.
+
+    What a client may cost is of all processes together, but for the queue of a model: each has its own. One that ends
+    by itself is started again while others serve; where none does, the server ends.
+
+    Args:
+        count: of the processes, at least 2.
+        settings: how they serve.
+        wanted: what; it is sent to them, and asked there.
+        say: gets each line for a person; it must not raise.
+
+    Returns:
+        The exit status: 0 where all that was accepted was answered.
+
+    Raises:
+        UserError: there are fewer cores than that, or too little for each, or as `server_process.run`.
+        PipelineError: a model cannot be served.
+    """
+    if count > cores():
+        raise UserError(f"--processes must be at most the number of cores, {cores()}{_quota_remark()}, got {count}")
+    if settings.listening.path is not None:
+        raise UserError("--processes needs a port: who connects to a --socket cannot be dealt out evenly")
+    wanted()  # what cannot be is told once
+    settings = replace(settings, limits=_share(settings.limits, count))
+    with scratch("serve-group-") as folder, settings.listening.open() as opened, asyncio.Runner() as runner:
+        shared(opened)
+        if settings.grpc_port is not None:  # when that of HTTP is taken, which it must not be
+            settings = replace(settings, grpc_port=_free_port(settings.listening, settings.grpc_port))
+        return runner.run(_Group(settings, wanted, say, _divided_cores(count), folder).serve(opened))
+
+
+def process_count(
+    wanted: Sequence[Wanted], listening: Listening, limits: Mapping[str, int], say: Callable[[str], None]
+) -> int:
+    """How many processes serve where nobody says: the most ``workers`` that an archive's ``serving.json`` asks for.
+
+    Args:
+        wanted: what is served.
+        listening: where.
+        limits: how many there is room for, by the reason.
+        say: gets a line for a person where fewer serve than are asked for.
+
+    Raises:
+        UserError: an archive is missing.
+        CardError: one is broken.
+    """
+    workers, name = max((serving_in(entry.archive).workers, entry.name) for entry in wanted)
+    room = {f"there are {cores()} cores{_quota_remark()}": cores(), **limits}
+    if listening.path is not None:
+        room["a --socket has one process"] = 1
+    why = min(room, key=lambda reason: room[reason])
+    count = max(1, min(workers, room[why]))
+    if count < workers:
+        say(f"{name}: its serving.json asks for {workers} workers, {why}: served by {count}")
+    return count
+
+
+def _quota_remark() -> str:
+    """Why there are fewer cores than the machine has, for a message."""
+    return "" if quota() is None else f" (a quota of {quota():g})"
+
+
+def _divided_cores(count: int) -> list[list[int]]:
+    """The cores of each of several processes.
+
+    Under a quota they have as many as it pays for, and not all: the libraries of a process start as many threads as it
+    has cores.
+    """
+    paid = sorted(os.sched_getaffinity(0))[: cores()]
+    return [paid[number * len(paid) // count : (number + 1) * len(paid) // count] for number in range(count)]
+
+
+def _share(limits: Limits, count: int) -> Limits:
+    """What clients may cost one of the processes, so that all together keep to the limits.
+
+    Raises:
+        UserError: some would take no connection, or no body of the size that is let in.
+    """
+    if limits.connections < count:
+        raise UserError(f"--connections must be at least the number of --processes, {count}, got {limits.connections}")
+    if limits.held_bytes < count * limits.body_bytes:
+        body = limits.body_bytes >> 20
+        raise UserError(
+            f"--held-limit-mb must be at least {count * body}, a body of --body-limit-mb {body} for each of {count} "
+            f"processes, got {limits.held_bytes >> 20}"
+        )
+    return replace(limits, held_bytes=limits.held_bytes // count, connections=limits.connections // count)
+
+
+def _free_port(listening: Listening, port: int) -> int:
+    """The port for gRPC, at which nobody listens: the processes share it, and would with whoever lets them.
+
+    Raises:
+        UserError: somebody does.
+    """
+    try:
+        with replace(listening, port=port).open() as probe:
+            free: int = probe.getsockname()[1]
+            return free
+    except UserError as error:
+        raise UserError(f"gRPC: {str(error).removesuffix('--port')}--grpc-port") from None
+
+
+@dataclass
+class _Started:
+    """A process in its place."""
+
+    process: SpawnProcess
+    pipe: Connection
+    ready: bool = False
+    failed: Failed | None = None
+    killed: str = ""  # by this one, and why
+    change: int = 0  # the number of the newest that it has not told the end of; 0: none
+    asked: bool = False  # whether it has yet to answer
+    unanswered: int = 0  # times since then that it would have been asked again
+
+
+class _Group:
+    def __init__(
+        self,
+        settings: Settings,
+        wanted: Callable[[], Sequence[Wanted]],
+        say: Callable[[str], None],
+        shares: Sequence[Sequence[int]],
+        folder: Path,
+    ) -> None:
+        self._settings, self._wanted, self._say = settings, wanted, say
+        self._shares, self._folder = shares, folder
+        self._members: dict[int, _Started] = {}
+        self._pauses = [_FIRST_PAUSE_S] * len(shares)
+        self._ending = False
+        self._over = asyncio.Event()
+        self._was_ready = False
+        self._reloading = False
+        self._changes = 0
+        self._failure: PipelineError | None = None
+        self._status = 0
+
+    async def serve(self, opened: socket.socket) -> int:
+        loop = asyncio.get_running_loop()
+        for one in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(one, self._end, one)
+        loop.add_signal_handler(signal.SIGHUP, self._change)
+        self._port = opened.getsockname()[1]
+        self._url = self._settings.listening.url(opened)
+        for number in range(len(self._shares)):
+            self._start(number, opened if number == 0 else None)
+        opened.close()  # it is the first process's: what ends with it must not wait here
+        watching = asyncio.ensure_future(self._watch())
+        await self._over.wait()
+        watching.cancel()
+        if self._failure is not None:
+            raise self._failure
+        return self._status
+
+    # One process.
+
+    def _start(self, number: int, opened: socket.socket | None = None) -> None:
+        if self._ending:
+            return
+        try:
+            self._members[number] = started = self._started(number, opened)
+        except OSError as error:  # so many files or processes may not be, or there is no memory
+            self._is_missing(number, f"cannot be started ({error.strerror or error})")
+            return
+        loop = asyncio.get_running_loop()
+        loop.add_reader(started.pipe.fileno(), self._hear, number, started)
+        loop.add_reader(started.process.sentinel, self._has_ended, number, started)
+
+    def _started(self, number: int, opened: socket.socket | None) -> _Started:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        member = Member(number, len(self._shares), self._port, opened, theirs, self._folder)
+        process = context.Process(
+            target=_serve, args=(self._settings, self._wanted, member), name=f"serve-{number}", daemon=False
+        )
+        try:
+            with theirs, _cores(self._shares[number]), _deaf():
+                process.start()
+        except OSError:
+            ours.close()
+            raise
+        return _Started(process, ours)
+
+    def _hear(self, number: int, started: _Started) -> None:
+        while True:
+            try:
+                if not started.pipe.poll():
+                    return
+                message: Message = started.pipe.recv()
+            except (EOFError, OSError):  # it ends
+                asyncio.get_running_loop().remove_reader(started.pipe.fileno())
+                return
+            if isinstance(message, Alive):
+                started.asked, started.unanswered = False, 0
+            elif isinstance(message, Notice):
+                self._say(f"process {number}: {message.line}")
+            elif isinstance(message, Failed):
+                started.failed = message
+            elif isinstance(message, Ready):
+                started.ready = True
+                self._pauses[number] = _FIRST_PAUSE_S
+                self._is_ready(number)
+            elif isinstance(message, Changed):
+                if started.change == message.number:
+                    started.change = 0
+                self._look_at_changes()
+
+    async def _watch(self) -> None:
+        """Kill a process that does not answer, whatever stops it; another takes its place.
+
+        Until it is ready, and while it changes models, it may be silent, but where all end: a library that opens one
+        may keep Python's lock.
+        """
+        while True:
+            await asyncio.sleep(_ASK_AGAIN_S)
+            for number, started in self._members.items():
+                opens = not started.ready or started.change
+                if not started.asked:
+                    started.asked = True
+                    with contextlib.suppress(OSError):  # it ends
+                        started.pipe.send(None)
+                elif self._ending or not opens:
+                    started.unanswered += 1
+                    if started.unanswered == _MOST_UNANSWERED:
+                        self._kill(number, started)
+
+    def _kill(self, number: int, started: _Started) -> None:
+        started.killed = f"did not answer for {_MOST_UNANSWERED * _ASK_AGAIN_S:g} s and was killed"
+        if self._ending:  # else it is told when another is started
+            _LOG.error("process %d: %s", number, started.killed)
+        started.process.kill()
+
+    def _is_ready(self, number: int) -> None:
+        if self._ending:
+            return
+        if self._was_ready:
+            self._say(f"process {number}: ready again")
+        elif len(self._members) == len(self._shares) and all(one.ready for one in self._members.values()):
+            self._was_ready = True
+            self._say(f"ready: {self._url} ({len(self._shares)} processes)")
+            notify("READY=1")
+
+    def _has_ended(self, number: int, started: _Started) -> None:
+        self._hear(number, started)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(started.process.sentinel)
+        loop.remove_reader(started.pipe.fileno())
+        started.pipe.close()
+        started.process.join()
+        status = started.process.exitcode or 0
+        started.process.close()
+        del self._members[number]
+        self._look_at_changes()
+        if not self._ending:
+            self._is_missing(number, started.killed or _ended_by(status), started.failed)
+        else:
+            if status and not self._status:
+                self._status = status if status > 0 else 128 - status
+            if not self._members:
+                self._over.set()
+
+    def _is_missing(self, number: int, why: str, failed: Failed | None = None) -> None:
+        """Start another in its place, where others serve meanwhile; else end."""
+        if self._was_ready and any(other.ready for other in self._members.values()):
+            pause = self._pauses[number]
+            self._pauses[number] = min(2 * pause, _LONGEST_PAUSE_S)
+            _LOG.error("process %d: %s; another is started in %g s", number, failed.message if failed else why, pause)
+            asyncio.get_running_loop().call_later(pause, self._start, number)
+        elif failed is None:
+            self._stop(EngineError(f"a process {why}"))
+        else:
+            self._stop(UserError(failed.message) if failed.users else EngineError(failed.message))
+
+    # All of them.
+
+    def _change(self) -> None:
+        """Have all look again at what is to be served."""
+        if self._ending:
+            return
+        if self._was_ready:  # before, the end of a change is not that all are ready
+            notify(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+            self._reloading = True
+        self._changes += 1
+        for started in self._members.values():
+            with contextlib.suppress(OSError):  # it ends
+                started.pipe.send(Change(self._changes))
+                started.change = self._changes
+
+    def _look_at_changes(self) -> None:
+        """Where all have changed, say so."""
+        if self._reloading and not self._ending and not any(started.change for started in self._members.values()):
+            self._reloading = False
+            notify("READY=1")
+
+    def _end(self, number: int) -> None:
+        """Obey a signal to end; the second ends all at once, one that is stopped or hangs as well."""
+        if self._ending:
+            self._status = 128 + number
+            self._signal(signal.SIGKILL)
+        else:
+            self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
+            self._stop()
+
+    def _stop(self, failure: PipelineError | None = None) -> None:
+        self._ending, self._failure = True, failure
+        notify("STOPPING=1")
+        self._signal(signal.SIGTERM)
+        if not self._members:
+            self._over.set()
+
+    def _signal(self, number: int) -> None:
+        for started in self._members.values():
+            with contextlib.suppress(ProcessLookupError):
+                if started.process.is_alive() and started.process.pid is not None:
+                    os.kill(started.process.pid, number)
+
+
+@contextlib.contextmanager
+def _cores(share: Sequence[int]) -> Iterator[None]:
+    """Let what is started in the block use these cores only: its threads, of whichever library, are as many."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, share)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Let the signals wait that a process started in the block gets, by whomever, until it can obey them.
+
+    Ctrl-C is for all that a terminal has in front, and systemd ends all processes of a service.
+    """
+    resource_tracker.ensure_running()  # CPython 3.11 lets signals in again when it starts that one
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _ended_by(status: int) -> str:
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+def _serve(settings: Settings, wanted: Callable[[], Sequence[Wanted]], member: Member) -> None:
+    """What each process runs. What computes is imported here: the one that starts them serves nothing by itself."""
+    from serve.asgi.process.server_process import run
+
+    os.setpgid(0, 0)  # Ctrl-C is for the one that has started it, which tells all
+    os.environ.pop("NOTIFY_SOCKET", None)
+    log_to_stderr()
+    try:
+        status = run(settings, wanted, lambda line: member.tell(Notice(line)), member)
+    except PipelineError as error:
+        member.tell(Failed(str(error), isinstance(error, UserError)))
+        status = error.exit_code
+    except OSError as error:
+        member.tell(Failed(one_line(error), users=False))
+        status = 1
+    sys.exit(status)

@@ -1,0 +1,70 @@
+"""Who may read a gRPC message now: grpc tells a message's size when it has all of it in memory, so few read at once.
+
+Of what is not being read, grpc takes in no more than the first window of HTTP/2, 64 kB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from serve.asgi.http.messages import RefusedError, try_again
+
+#: Seconds that somebody waits for a turn until the reader that has had its own for longest must give way.
+_PATIENCE_S = 1.0
+
+
+class MessageAdmission:
+    """Turns to read, first come, first served. Used in one event loop.
+
+    A client that sends slowly keeps its turn for as long as nobody else needs it, and ``_PATIENCE_S`` at least.
+
+    Args:
+        turns: messages that are read at once.
+        seconds: for a message to arrive, the wait for its turn included.
+    """
+
+    def __init__(self, turns: int, seconds: float) -> None:
+        self._turns = asyncio.Semaphore(turns)
+        self._seconds = seconds
+        self._readers: dict[asyncio.Timeout, float] = {}  # since when each reads, the first first
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Read within.
+
+        Raises:
+            RefusedError: 408, the message did not arrive in time, or too slowly while others waited; 503, there was
+                no turn in time.
+        """
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + self._seconds
+        await self._wait(ends)
+        limit = asyncio.timeout_at(ends)
+        try:
+            async with limit:
+                self._readers[limit] = loop.time()
+                yield
+        except TimeoutError:
+            if loop.time() < ends:
+                raise RefusedError(408, "the message came too slowly, and others waited", "slow-client") from None
+            raise RefusedError(408, f"the message did not arrive within {self._seconds:g} s", "slow-client") from None
+        finally:
+            self._readers.pop(limit, None)
+            self._turns.release()
+
+    async def _wait(self, ends: float) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                async with asyncio.timeout_at(min(ends, loop.time() + _PATIENCE_S)):
+                    await self._turns.acquire()
+                return
+            except TimeoutError:
+                if loop.time() >= ends:
+                    raise try_again("others send as many messages as may be read at once", "memory") from None
+            longest = next(((limit, since) for limit, since in self._readers.items() if not limit.expired()), None)
+            if longest is not None and loop.time() - longest[1] >= _PATIENCE_S:
+                del self._readers[longest[0]]
+                longest[0].reschedule(loop.time())

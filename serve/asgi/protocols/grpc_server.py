@@ -1,0 +1,296 @@
+"""The Open Inference Protocol's gRPC service beside the HTTP server: the same models, queue, tokens and observers.
+
+It lives in the application's event loop. A client's deadline becomes the service's; what is cancelled is not computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from serve.asgi.http.application import CLIENT_GONE, fault, server_timing
+from serve.asgi.http.inference_call import ClientGoneError, InferenceCall
+from serve.asgi.http.listen_sockets import Listening
+from serve.asgi.http.messages import RefusedError, bad_request, written
+from serve.asgi.http.tls import Secrets, Tls
+from serve.asgi.protocols import oip, oip_grpc
+from serve.asgi.protocols.grpc_admission import MessageAdmission
+from serve.asgi.protocols.oip_messages import SERVICE, message, read_message
+from serve.asgi.protocols.oip_routes import project_version, refusal, signature
+from serve.runtime.errors import RequestError, UserError
+from serve.runtime.service.observation import Observation, request_id
+
+if TYPE_CHECKING:
+    from serve.asgi.http.application import Application
+
+_LOG = logging.getLogger(__name__)
+_PUBLIC = ("ServerLive", "ServerReady")
+_METADATA_BYTES = 16 * 1024
+
+
+class GrpcServer:
+    """The service of one application.
+
+    Args:
+        application: who answers; everybody who reaches the address may ask, with a token if the application has any.
+        listening: at whose host, and with whose certificate.
+        port: 0 takes a free one, and ``port`` says which.
+        grace_s: seconds for requests that are under way when it stops; fewer where the application ends sooner.
+        shared: whether other processes of this user may listen at the port, too.
+    """
+
+    def __init__(
+        self,
+        application: Application,
+        listening: Listening | None = None,
+        *,
+        port: int = 0,
+        grace_s: float = 30.0,
+        shared: bool = False,
+    ) -> None:
+        self.application = application
+        self.port = port
+        self._shared = shared
+        self._listening = listening or Listening()
+        self._grace_s = grace_s
+        limits = application.limits
+        self._admission = MessageAdmission(max(1, limits.held_bytes // limits.body_bytes), limits.body_s)
+        self._server: Any = None
+
+    def attach(self) -> None:
+        """Start and stop with the application."""
+        self.application.on_start.append(self.start)
+        self.application.on_stop.append(self.stop)
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            UserError: the address cannot be used.
+        """
+        limits = self.application.limits
+        server = grpc.aio.server(
+            maximum_concurrent_rpcs=limits.connections,
+            options=[
+                ("grpc.max_receive_message_length", limits.body_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_metadata_size", _METADATA_BYTES),
+                ("grpc.max_allowed_incoming_connections", limits.connections),
+                # Until the greeting of HTTP/2 is whole: grpc waits two minutes for it.
+                ("grpc.server_handshake_timeout_ms", round(limits.head_s * 1000)),
+                ("grpc.http2.settings_timeout", round(limits.head_s * 1000)),
+                ("grpc.max_connection_idle_ms", limits.keep_alive_s * 1000),
+                # Of a message that is not read, no more than HTTP/2's first window: it would grow with the bandwidth.
+                ("grpc.http2.bdp_probe", 0),
+                # Else a second server would share the port, and the requests.
+                ("grpc.so_reuseport", int(self._shared)),
+            ],
+        )
+        methods: dict[str, Callable[[Any, _Asked], Awaitable[Any]]] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelInfer": self._model_infer,
+        }
+        handlers = {
+            # As streams, of which one message is read: so the token is looked at before the message is taken in.
+            name: grpc.stream_unary_rpc_method_handler(
+                self._behaviour(name, method),
+                request_deserializer=None,
+                response_serializer=lambda response: response.SerializeToString(),
+            )
+            for name, method in methods.items()
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        host = self._listening.host
+        place = f"[{host}]" if ":" in host else host
+        credentials = _credentials(self._listening.tls)
+        try:
+            if credentials is None:
+                self.port = server.add_insecure_port(f"{place}:{self.port}")
+            else:
+                self.port = server.add_secure_port(f"{place}:{self.port}", credentials)
+        except RuntimeError:  # its text speaks of C++
+            raise UserError(
+                f"gRPC cannot listen at {place}:{self.port}: stop what listens there or choose another --grpc-port"
+            ) from None
+        self.application.notes.append(f"gRPC at {place}:{self.port}{'' if credentials is None else ', with TLS'}")
+        await server.start()
+        self._server = server
+
+    async def stop(self) -> None:
+        """Take no more requests, and wait for those that are under way."""
+        if self._server is not None:
+            await self._server.stop(min(self._grace_s, self.application.ends_in))
+            self._server = None
+
+    def _behaviour(
+        self, name: str, method: Callable[[Any, _Asked], Awaitable[Any]]
+    ) -> Callable[[Any, Any], Awaitable[Any]]:
+        async def answer(messages: AsyncIterator[bytes], context: Any) -> Any:
+            asked = _Asked(name, context)
+            self.application.in_flight += 1
+            try:
+                response = await self._answer(method, messages, asked)
+            finally:
+                self.application.in_flight -= 1
+                self.application.held.bytes -= asked.kept
+                self.application.observe(asked.observation, asked.arrived)
+            if isinstance(response, RefusedError):
+                code = grpc.StatusCode[oip_grpc.STATUSES.get(response.status, "UNKNOWN")]
+                text, trailers = str(response), (*asked.trailers(), *response.headers)
+                # grpc 1.85 keeps this frame in a cycle when it aborts, and the refusal's traceback has the message.
+                del response
+                await context.abort(code, text, trailers)
+            context.set_trailing_metadata(asked.trailers())
+            return response
+
+        return answer
+
+    async def _answer(
+        self, method: Callable[[Any, _Asked], Awaitable[Any]], messages: AsyncIterator[bytes], asked: _Asked
+    ) -> Any | RefusedError:
+        observation = asked.observation
+        observation.status = 200
+        try:
+            if asked.method in _PUBLIC:
+                return await method(None, asked)  # its message has no fields, and a stranger's is not taken in
+            if self.application.tokens is not None:
+                self.application.tokens.check(asked.metadata.get("authorization", ""))
+            return await method(await self._received(messages, asked), asked)
+        except RefusedError as error:
+            if error.kind not in observation.refusals:  # that of an image was counted as its own
+                observation.refusals += (error.kind,)
+            observation.status = error.status
+            return error
+        except (asyncio.CancelledError, ClientGoneError):
+            # gRPC cancels what the client has given up, and what its deadline is over for.
+            observation.status = CLIENT_GONE
+            observation.refusals += ("client-gone",)
+            raise
+        except Exception as error:  # noqa: BLE001 - one request's fault must not be told as gRPC would: with its text
+            refused = fault(error, observation.request_id)
+            observation.status, observation.refusals = refused.status, (*observation.refusals, refused.kind)
+            return refused
+
+    async def _received(self, messages: AsyncIterator[bytes], asked: _Asked) -> Any:
+        """The one message of a request."""
+        held = self.application.held
+        async with self._admission.turn():
+            held.take(0)  # what has no room is not read
+            try:
+                content = await anext(messages)
+            except StopAsyncIteration:
+                raise RefusedError(400, "the request has no message", "bad-request") from None
+            # grpc 1.85 keeps a message for as long as its stream's end was not read: in a cycle, until Python's
+            # collector comes by.
+            whole = await anext(messages, None) is None
+            asked.kept = len(content)
+            held.take(asked.kept)
+        if not whole:
+            raise RefusedError(400, "the request has more than one message", "bad-request")
+        try:
+            return read_message(f"{asked.method}Request", content)
+        except ValueError as error:
+            raise RefusedError(400, str(error), "bad-request") from None
+
+    async def _server_live(self, _: Any, __: _Asked) -> Any:
+        return message("ServerLiveResponse")(live=True)
+
+    async def _server_ready(self, _: Any, __: _Asked) -> Any:
+        return message("ServerReadyResponse")(ready=self.application.unready is None)
+
+    async def _model_ready(self, request: Any, _: _Asked) -> Any:
+        served = self.application.models.get(request.name, request.version or None)
+        return message("ModelReadyResponse")(ready=served.ready)
+
+    async def _server_metadata(self, _: Any, __: _Asked) -> Any:
+        return message("ServerMetadataResponse")(**oip.server_metadata(project_version()))
+
+    async def _model_metadata(self, request: Any, _: _Asked) -> Any:
+        models = self.application.models
+        return oip_grpc.write_metadata(signature(models, models.get(request.name, request.version or None)))
+
+    async def _model_infer(self, request: Any, asked: _Asked) -> Any:
+        models, observation = self.application.models, asked.observation
+        served = models.get(request.model_name, request.model_version or None)
+        observation.model, observation.version = served.name, served.version
+        with served.held():
+            told = signature(models, served)
+            try:
+                # Pixels are laid out anew, which may take long: the loop answers others meanwhile.
+                encoded = all(entry.datatype == "BYTES" for entry in request.inputs)
+                inference = (
+                    oip_grpc.read(told, request) if encoded else await asyncio.to_thread(oip_grpc.read, told, request)
+                )
+            except RequestError as error:
+                raise bad_request(error) from None
+            observation.images = len(inference.request.images)
+            answered = await InferenceCall(served, inference.request, asked.deadline(inference.timeout_s)).answered()
+            observation.tell(answered)
+
+            def write() -> Any:
+                outputs = oip.write_outputs(told, inference, answered.outcomes)
+                return oip_grpc.write(told, served.version, inference, outputs)
+
+            try:
+                return await written(inference.request, write)
+            except RequestError as error:
+                raise refusal(error) from None
+
+
+def _credentials(tls: Tls | None) -> Any:
+    """For TLS, by its newest files at each connection; None: without."""
+    if tls is None:
+        return None
+    told = tls.newest
+
+    def renewed() -> Any:
+        nonlocal told
+        if tls.newest is told:
+            return None
+        told = tls.newest
+        return _configuration(told)
+
+    return grpc.dynamic_ssl_server_credentials(_configuration(told), renewed, told.authorities is not None)
+
+
+def _configuration(secrets: Secrets) -> Any:
+    return grpc.ssl_server_certificate_configuration(((secrets.key, secrets.chain),), secrets.authorities)
+
+
+class _Asked:
+    """One request as its context tells of it."""
+
+    def __init__(self, method: str, context: Any) -> None:
+        self.arrived = time.monotonic()
+        self.method = method
+        self.kept = 0  # bytes of its message
+        self.metadata = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+        self.observation = Observation(
+            request_id(self.metadata.get("x-request-id", "")), f"grpc/{method}", probe=method in _PUBLIC
+        )
+        self._left = context.time_remaining()
+
+    def deadline(self, timeout_s: float | None) -> float | None:
+        """When the client gives up, by gRPC or by the request, in seconds of `time.monotonic`; None: never."""
+        told = [seconds for seconds in (self._left, timeout_s) if seconds is not None]
+        return self.arrived + min(told) if told else None
+
+    def trailers(self) -> tuple[tuple[str, str], ...]:
+        """What is told behind the answer."""
+        observation = self.observation
+        found: tuple[tuple[str, str], ...] = (("x-request-id", observation.request_id),)
+        if observation.version is not None:
+            found += (("x-model-version", observation.version),)
+        if observation.stages is not None:
+            found += (("server-timing", server_timing(observation, time.monotonic() - self.arrived).decode()),)
+        return found

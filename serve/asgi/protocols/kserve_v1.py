@@ -1,0 +1,98 @@
+"""KServe's version 1 on this server: instances in JSON, as the runtime's `protocol` reads and answers them.
+
+Source: KServe's documentation, "V1 Protocol", which takes the form of the request from TensorFlow Serving's REST API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from serve.asgi.http.messages import (
+    LONG_BODY,
+    RefusedError,
+    Response,
+    answer_response,
+    bad_request,
+    json_response,
+    written,
+)
+from serve.runtime.errors import RequestError
+from serve.runtime.service.protocol import Request, parse
+
+if TYPE_CHECKING:
+    from serve.asgi.http.application import Application
+    from serve.asgi.http.call import Call
+
+
+def add_routes(application: Application) -> None:
+    """Answer the protocol's paths; that the server lives needs no token."""
+    application.router.add("GET", "/", live, public=True)
+    application.router.add("GET", "/v1/models", models)
+    application.router.add("GET", "/v1/models/{name}", model)
+    application.router.add("POST", "/v1/models/{name}", predict)
+
+
+async def live(_: Call) -> Response:
+    """What KServe's servers say at their root, where its client asks whether they live.
+
+    The documentation leaves it out, and KServe's own client reads it (SDK 0.21).
+    """
+    return json_response(200, {"status": "alive"})
+
+
+async def models(call: Call) -> Response:
+    """The names of all models."""
+    return json_response(200, {"models": list(call.models.names)})
+
+
+async def model(call: Call) -> Response:
+    """Whether a model answers; 503 where it does not."""
+    served = call.take(call.parameters["name"])
+    return json_response(200 if served.ready else 503, {"name": served.name, "ready": served.ready})
+
+
+async def predict(call: Call) -> Response:
+    """The classes of each instance."""
+    name, verb = split_verb(call.parameters["name"])
+    if verb == "explain":
+        raise RefusedError(501, "explanations are not offered: ask /v1/models/NAME:predict", "explain")
+    if verb != "predict":
+        raise RefusedError(404, "there is nothing at this path: ask /v1/models/NAME:predict", "path")
+    served = call.take(name)
+    body = await call.body()
+
+    def read_body() -> Request:
+        return read(body, call.query, default_k=served.serving.k, instance_limit=served.serving.instance_limit)
+
+    try:
+        request = await asyncio.to_thread(read_body) if len(body) > LONG_BODY else read_body()
+    except RequestError as error:
+        raise bad_request(error) from None
+    answered = await call.ask(served, request)
+    return await written(request, lambda: answer_response(request, answered.outcomes))
+
+
+def split_verb(last: str) -> tuple[str, str]:
+    """``NAME:predict``, the end of a path, to the name and the verb; the verb is empty if there is none."""
+    name, _, verb = last.rpartition(":")
+    return (name, verb) if name else (last, "")
+
+
+def read(body: bytes, query: Mapping[str, str], *, default_k: int, instance_limit: int) -> Request:
+    """The body of ``POST /v1/models/NAME:predict``: ``{"instances": [{"b64": …}, …]}``.
+
+    Raises:
+        RequestError: it is not, or ``k`` is wrong.
+    """
+    parameters: dict[str, Any] = {"body": body}
+    if "k" in query:
+        parameters["k"] = query["k"]
+    return parse(
+        parameters,
+        says_json=True,
+        request_type="application/json",
+        default_k=default_k,
+        instance_limit=instance_limit,
+    )

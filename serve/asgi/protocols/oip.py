@@ -1,0 +1,281 @@
+"""The Open Inference Protocol's tensors and the runtime's requests, whatever carries them: JSON, binary data or gRPC.
+
+A model takes one tensor, ``image``: encoded images (``BYTES``) or pixels (``UINT8``), and gives four, of which a client
+takes those that it names. The protocol has no answer for a part of a request: where one image is refused, all are.
+
+Source: github.com/kserve/open-inference-protocol, ``specification/protocol``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from serve.runtime.card.fields import shown
+from serve.runtime.errors import Refusal, RequestError
+from serve.runtime.service.predictor import Label, Outcome
+from serve.runtime.service.protocol import Request, parse_k
+
+#: The one input of every model.
+INPUT = "image"
+
+#: What is told in the server's metadata.
+EXTENSIONS = ("binary_tensor_data",)
+
+#: Most sides of a tensor's shape: those of pixels.
+RANK = 4
+
+_FRAMEWORKS = {"torchscript": "pytorch_torchscript", "exported_program": "pytorch_exported", "onnx": "onnx_onnxv1"}
+_LONGEST_SIDE = 65_535  # of pixels
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the protocol tells of one model, and what reading its requests needs.
+
+    Attributes:
+        name: as in the path.
+        versions: that are served, as in the path; the last one is the current.
+        format: the card's.
+        classes: label of each output index.
+        channels: of a pixel: 3 (RGB) or 1 (grey).
+        k: classes in an answer where the request does not say.
+        instance_limit: most images in one request.
+    """
+
+    name: str
+    versions: tuple[str, ...]
+    format: str
+    classes: tuple[str, ...]
+    channels: int
+    k: int
+    instance_limit: int
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a request: elements of ``BYTES``, or the values of another type in one piece, row-major."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: Sequence[bytes] | bytes
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One output that a request names; ``binary``: as binary data."""
+
+    name: str
+    binary: bool = False
+
+
+@dataclass(frozen=True)
+class Inference:
+    """One request, as every carrier gives it.
+
+    Attributes:
+        request: what the runtime is asked; its ``k`` covers every output that is wanted.
+        k: classes in the outputs that are sorted.
+        wanted: outputs, in the order of the answer.
+        id: comes back in the answer; empty: there was none.
+        timeout_s: seconds until the client gives up; None: it did not say.
+    """
+
+    request: Request
+    k: int
+    wanted: tuple[Wanted, ...]
+    id: str = ""
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor of an answer; ``data`` in one piece, row-major, texts for ``BYTES``."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: list[str] | list[int] | list[float]
+    binary: bool = False
+
+
+#: Datatypes of the outputs. The first three have ``k`` columns, best class first; ``probabilities`` one for each class.
+OUTPUTS = {"label": "BYTES", "index": "INT64", "probability": "FP32", "probabilities": "FP32"}
+
+
+def server_metadata(version: str) -> dict[str, Any]:
+    """Who serves: the body of ``GET /v2``."""
+    return {"name": "optimize-and-serve", "version": version, "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(signature: Signature) -> dict[str, Any]:
+    """What a model takes and gives: the body of ``GET /v2/models/NAME``. A shape's -1 is any number."""
+    return {
+        "name": signature.name,
+        "versions": list(signature.versions),
+        "platform": _FRAMEWORKS.get(signature.format, f"pytorch_{signature.format}"),
+        "inputs": [{"name": INPUT, "datatype": "BYTES", "shape": [-1]}],
+        "outputs": [
+            {
+                "name": name,
+                "datatype": datatype,
+                "shape": [-1, len(signature.classes) if name == "probabilities" else -1],
+            }
+            for name, datatype in OUTPUTS.items()
+        ],
+    }
+
+
+def all_outputs(*, binary: bool) -> tuple[Wanted, ...]:
+    """What a request that names no output gets."""
+    return tuple(Wanted(name, binary) for name in OUTPUTS)
+
+
+def check_datatype(name: str, datatype: str) -> None:
+    """See that a tensor is of what models take, before its data are read as that.
+
+    Raises:
+        RequestError: it is not.
+    """
+    if datatype not in ("BYTES", "UINT8"):
+        raise RequestError(f"{name!r} must be BYTES (encoded images) or UINT8 (pixels), found {shown(datatype)}")
+
+
+def read_inference(
+    signature: Signature,
+    tensors: Sequence[Tensor],
+    wanted: Sequence[Wanted],
+    parameters: Mapping[str, object],
+    request_id: str = "",
+) -> Inference:
+    """What a request asks of the runtime.
+
+    Args:
+        signature: the model's.
+        tensors: its inputs.
+        wanted: the outputs that it names; `all_outputs` where it names none.
+        parameters: the request's own: ``k``, and ``timeout`` in microseconds.
+        request_id: comes back in the answer.
+
+    Raises:
+        RequestError: a tensor, an output or a parameter is not as the model's metadata say.
+    """
+    images = _images(signature, tensors)
+    k = parse_k(parameters["k"]) if "k" in parameters else signature.k
+    k = min(k, len(signature.classes))
+    for output in wanted:
+        if output.name not in OUTPUTS:
+            raise RequestError(f"there is no output {shown(output.name)}; there are {', '.join(OUTPUTS)}")
+    if len({output.name for output in wanted}) < len(wanted):
+        raise RequestError("an output is asked for twice")
+    everything = any(output.name == "probabilities" for output in wanted)
+    request = Request(images, len(signature.classes) if everything else k, listed=True)
+    return Inference(request, k, tuple(wanted), request_id, _timeout(parameters))
+
+
+def write_outputs(signature: Signature, inference: Inference, outcomes: Sequence[Outcome]) -> tuple[Output, ...]:
+    """The tensors that answer a request whose images had these outcomes, in order.
+
+    Raises:
+        RequestError: an image was refused; it names the first one, and has its status.
+    """
+    rows: list[list[Label]] = []
+    for index, outcome in enumerate(outcomes):
+        if isinstance(outcome, Refusal):
+            where = f"image {index}: " if len(outcomes) > 1 else ""
+            raise RequestError(f"{where}{outcome.message}", outcome.status)
+        rows.append(outcome)
+    return tuple(_output(wanted, rows, inference.k, len(signature.classes)) for wanted in inference.wanted)
+
+
+def _output(wanted: Wanted, rows: list[list[Label]], k: int, classes: int) -> Output:
+    data: list[Any]
+    if wanted.name == "probabilities":
+        table = np.zeros((len(rows), classes))
+        for row, labels in zip(table, rows, strict=True):
+            row[[label.index for label in labels]] = [label.probability for label in labels]
+        data, columns = table.ravel().tolist(), classes
+    else:
+        data, columns = [getattr(label, wanted.name) for row in rows for label in row[:k]], k
+    return Output(wanted.name, OUTPUTS[wanted.name], (len(rows), columns), data, wanted.binary)
+
+
+def _images(signature: Signature, tensors: Sequence[Tensor]) -> tuple[bytes, ...]:
+    if len(tensors) != 1 or tensors[0].name != INPUT:
+        names = ", ".join(shown(tensor.name) for tensor in tensors[:4]) or "none"
+        raise RequestError(f"the request must have one input, named {INPUT!r}; found {names}")
+    tensor = tensors[0]
+    check_datatype(tensor.name, tensor.datatype)
+    if not 1 <= len(tensor.shape) <= RANK or not all(1 <= side < 1 << 63 for side in tensor.shape):
+        raise RequestError(
+            f"the shape of {INPUT!r} must be of 1 to {RANK} numbers from 1, found {_sides(tensor.shape)}"
+        )
+    elements = math.prod(tensor.shape)
+    if len(tensor.data) != elements:
+        unit = "elements" if tensor.datatype == "BYTES" else "bytes"
+        raise RequestError(
+            f"{INPUT!r} has {len(tensor.data)} {unit}, and its shape {_sides(tensor.shape)} is of {elements}"
+        )
+    if not isinstance(tensor.data, bytes):
+        if len(tensor.shape) != 1 and tensor.shape[1:] != (1,):
+            raise RequestError(f"encoded images have the shape [N] or [N,1], found {_sides(tensor.shape)}")
+        _within(elements, signature.instance_limit)
+        return tuple(tensor.data)
+    return _pixels(signature, tensor, tensor.data)
+
+
+def _pixels(signature: Signature, tensor: Tensor, data: bytes) -> tuple[bytes, ...]:
+    """Pixels as images without compression: they take the same way as all others, and are resized and bounded alike."""
+    channels = signature.channels
+    if len(tensor.shape) != RANK:
+        raise RequestError(
+            f"pixels have the shape [N,H,W,{channels}] or [N,{channels},H,W], found {_sides(tensor.shape)}"
+        )
+    _within(tensor.shape[0], signature.instance_limit)
+    array = np.frombuffer(data, dtype=np.uint8).reshape(tensor.shape)
+    if array.shape[3] != channels:
+        if array.shape[1] != channels:
+            raise RequestError(
+                f"pixels have the shape [N,H,W,{channels}] or [N,{channels},H,W], found {_sides(tensor.shape)}"
+            )
+        array = array.transpose(0, 2, 3, 1)
+    if max(array.shape[1:3]) > _LONGEST_SIDE:
+        raise RequestError(f"pixels may have up to {_LONGEST_SIDE} rows and columns, found {_sides(tensor.shape)}")
+    return tuple(_bitmap(image) for image in array)
+
+
+def _bitmap(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
+    """``uint8`` ``(H, W, C)`` as a BMP file; with alpha as a PNG file: readers of BMP disagree on alpha."""
+    stream = io.BytesIO()
+    image = Image.fromarray(np.ascontiguousarray(pixels if pixels.shape[-1] > 1 else pixels[..., 0]))
+    if image.mode in ("L", "RGB"):
+        image.save(stream, "BMP")
+    else:
+        image.save(stream, "PNG", compress_level=0)
+    return stream.getvalue()
+
+
+def _within(images: int, limit: int) -> None:
+    if images > limit:
+        raise RequestError(f"{images} images in one request; at most {limit} are taken")
+
+
+def _timeout(parameters: Mapping[str, object]) -> float | None:
+    value = parameters.get("timeout")
+    if value is None or value == 0:
+        return None
+    if type(value) is not int or not 0 < value < 1 << 53:
+        raise RequestError(f"timeout must be a whole number of microseconds, found {shown(value)}")
+    return value / 1e6
+
+
+def _sides(shape: tuple[int, ...]) -> str:
+    sides = ",".join(str(side) if abs(side) < 1 << 63 else "…" for side in shape[:RANK])
+    return f"[{sides}{',…' if len(shape) > RANK else ''}]"

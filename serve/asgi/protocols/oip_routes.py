@@ -1,0 +1,142 @@
+"""The Open Inference Protocol's paths on this server; `oip_rest` reads and writes what goes over them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+from serve.asgi.http.messages import (
+    LONG_BODY,
+    RefusedError,
+    Response,
+    bad_request,
+    json_response,
+    refusal_response,
+    try_again,
+    written,
+)
+from serve.asgi.protocols import oip, oip_rest
+from serve.runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from serve.asgi.http.application import Application
+    from serve.asgi.http.call import Call
+    from serve.asgi.http.served_models import Models, Served
+
+_BINARY = "application/octet-stream"
+
+
+def add_routes(application: Application) -> None:
+    """Answer the protocol's paths: health, which needs no token, metadata and inference."""
+    router = application.router
+
+    async def live(_: Call) -> Response:
+        return json_response(200, {"live": True})
+
+    async def ready(_: Call) -> Response:
+        is_ready = application.unready is None
+        return json_response(200 if is_ready else 503, {"ready": is_ready})
+
+    router.add("GET", "/v2/health/live", live, public=True)
+    router.add("GET", "/v2/health/ready", ready, public=True)
+    router.add("GET", "/v2", server)
+    for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        router.add("GET", path, metadata)
+        router.add("GET", f"{path}/ready", model_ready)
+        router.add("POST", f"{path}/infer", infer)
+
+
+def signature(models: Models, served: Served) -> oip.Signature:
+    """What the protocol tells of a model that is served."""
+    card = served.predictor.card
+    return oip.Signature(
+        name=served.name,
+        versions=tuple(models.versions(served.name)),
+        format=card.format,
+        classes=card.classes,
+        channels=card.preprocessing.channels,
+        k=served.serving.k,
+        instance_limit=served.serving.instance_limit,
+    )
+
+
+def project_version() -> str:
+    """The version of this project that is installed; empty where it is not."""
+    try:
+        return importlib.metadata.version("optimize-and-serve")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+async def server(_: Call) -> Response:
+    """Who serves."""
+    return json_response(200, oip.server_metadata(project_version()))
+
+
+async def metadata(call: Call) -> Response:
+    """What a model takes and gives."""
+    return json_response(200, oip.model_metadata(signature(call.models, _taken(call))))
+
+
+async def model_ready(call: Call) -> Response:
+    """Whether a model answers; 503 where it does not."""
+    served = _taken(call)
+    return json_response(200 if served.ready else 503, {"name": served.name, "ready": served.ready})
+
+
+async def infer(call: Call) -> Response:
+    """The outputs of one request, in JSON or as binary data, as it asks."""
+    served = _taken(call)
+    body = await call.body()
+    told = signature(call.models, served)
+    json_length = call.headers.get(oip_rest.LENGTH_HEADER)
+
+    def read() -> oip.Inference:
+        return oip_rest.read(told, body, json_length)
+
+    try:
+        inference = await asyncio.to_thread(read) if _is_long(body, json_length) else read()
+    except RequestError as error:
+        raise bad_request(error) from None
+    if inference.timeout_s is not None:
+        until = call.arrived + inference.timeout_s
+        call.deadline = until if call.deadline is None else min(call.deadline, until)
+    answered = await call.ask(served, inference.request)
+
+    def write() -> oip_rest.Answer:
+        outputs = oip.write_outputs(told, inference, answered.outcomes)
+        return oip_rest.write(told, served.version, inference, outputs)
+
+    try:
+        answer = await written(inference.request, write)
+    except RequestError as error:  # an image was refused, and counted as that
+        return refusal_response(refusal(error))
+    if answer.json_length is None:
+        return Response(200, answer.body)
+    return Response(200, answer.body, _BINARY, ((oip_rest.LENGTH_HEADER, str(answer.json_length)),))
+
+
+def _is_long(body: bytes, json_length: str | None) -> bool:
+    """Whether reading a body keeps the event loop: its document is long, or has pixels behind it, or may say so.
+
+    A datatype may be written with escapes. JPEGs behind a short document are cut out of it, and nothing more.
+
+    Raises:
+        RequestError: the document's length is none.
+    """
+    length = oip_rest.document_length(body, json_length)
+    if len(body) <= LONG_BODY:
+        return False
+    return length > LONG_BODY or any(mark in body[:length] for mark in (b"UINT8", b"\\"))
+
+
+def refusal(error: RequestError) -> RefusedError:
+    """What refuses a request because of one of its images."""
+    if error.status == 503:
+        return try_again(str(error), "item-503")
+    return RefusedError(error.status, str(error), f"item-{error.status}")
+
+
+def _taken(call: Call) -> Served:
+    return call.take(call.parameters["name"], call.parameters.get("version"))

@@ -1,0 +1,130 @@
+"""TorchServe's paths on this server: ``/predictions/NAME``, ``/models/NAME``, ``/ping``; and what orchestrators ask."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from serve.asgi.http.application import Application
+from serve.asgi.http.call import Call
+from serve.asgi.http.messages import LONG_BODY, Response, answer_response, bad_request, json_response, written
+from serve.asgi.http.multipart import parts_of
+from serve.asgi.http.served_models import Models
+from serve.runtime.card.serving import Serving
+from serve.runtime.errors import RequestError
+from serve.runtime.service import protocol
+from serve.runtime.service.protocol import Request
+
+_K_HEADER = "x-top-k"
+
+
+def add_routes(application: Application) -> None:
+    """Answer TorchServe's paths, and the health of the server."""
+    router = application.router
+    router.add("POST PUT", "/predictions/{name}", predict)
+    router.add("POST PUT", "/predictions/{name}/{version}", predict)
+    router.add("GET", "/models", list_models)
+    router.add("GET", "/models/{name}", describe)
+    router.add("GET", "/models/{name}/{version}", describe)
+
+    async def live(_: Call) -> Response:
+        return json_response(200, {"status": "live"})
+
+    async def ready(_: Call) -> Response:
+        reason = application.unready
+        if reason is not None:
+            return json_response(503, {"ready": False, "reason": reason})
+        return json_response(200, {"ready": True} | _unchecked(application.models))
+
+    async def ping(_: Call) -> Response:
+        healthy = application.unready is None
+        return json_response(200 if healthy else 503, {"status": "Healthy" if healthy else "Unhealthy"})
+
+    router.add("GET", "/health/live", live, public=True)
+    router.add("GET", "/health/ready", ready, public=True)
+    router.add("GET", "/ping", ping, public=True)
+
+
+async def predict(call: Call) -> Response:
+    """The classes of one image, or of each instance; the same bytes as TorchServe's handler gives."""
+    served = call.take(call.parameters["name"], call.parameters.get("version"))
+    body = await call.body()
+    kind = call.headers.get("content-type", "")
+    try:
+        large = len(body) > LONG_BODY
+        if large and (kind.lower().startswith(("application/json", "multipart/")) or protocol.looks_like_json(body)):
+            request = await asyncio.to_thread(parse, call, body, kind, served.serving)
+        else:
+            request = parse(call, body, kind, served.serving)
+    except RequestError as error:
+        raise bad_request(error) from None
+    answered = await call.ask(served, request)
+    return await written(request, lambda: answer_response(request, answered.outcomes))
+
+
+def parse(call: Call, body: bytes, content_type: str, serving: Serving) -> Request:
+    """One request as the protocol reads it: what is in its query and its form goes before what is in its headers.
+
+    Raises:
+        RequestError: it does not say what to classify.
+    """
+    parameters: dict[str, Any] = {"k": call.headers[_K_HEADER]} if _K_HEADER in call.headers else {}
+    parameters |= call.query
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        parts = parts_of(body, content_type)
+        parameters |= {part.name: bytes(part.content) for part in parts}
+        images = [part for part in parts if part.name in protocol.BODY_NAMES]
+        if len(images) > 1:
+            raise protocol.two_images()
+        kind = images[0].content_type if images else ""
+    else:
+        for name in protocol.BODY_NAMES:  # of the query: an image is in the body
+            parameters.pop(name, None)
+        if body:
+            parameters["body"] = body
+    return protocol.parse(
+        parameters,
+        says_json=kind == "application/json",
+        request_type=content_type.lower() or "none",
+        default_k=serving.k,
+        instance_limit=serving.instance_limit,
+    )
+
+
+async def list_models(call: Call) -> Response:
+    """Every model and version, with its share of the requests that name no version."""
+    loaded = [
+        {
+            "modelName": served.name,
+            "modelVersion": served.version,
+            "ready": served.ready,
+            "unchecked": served.unchecked or None,
+            "weight": served.weight,
+        }
+        for served in call.models
+    ]
+    there = {entry["modelName"] for entry in loaded}
+    loading = [{"modelName": name, "ready": False} for name in call.models.names if name not in there]
+    return json_response(200, {"models": [*loaded, *loading]})
+
+
+async def describe(call: Call) -> Response:
+    """What is served and what executes it, as the handler says it; and how it stands here."""
+    served = call.take(call.parameters["name"], call.parameters.get("version"))
+    own = {
+        "modelName": served.name,
+        "modelVersion": served.version,
+        "ready": served.ready,
+        "checked": served.checked,
+        "weight": served.weight,
+        "waiting": served.service.waiting,
+    }
+    return json_response(200, {**served.predictor.describe(), "pid": os.getpid(), **own})
+
+
+def _unchecked(models: Models) -> dict[str, Any]:
+    """How many are ready without having been asked for a known answer; not which, for nobody needs a token to ask."""
+    reasons = [served.unchecked for served in models if served.unchecked]
+    return {"unchecked": {"models": len(reasons), "why": reasons[0]}} if reasons else {}

@@ -1,0 +1,38 @@
+"""Commands that ask a running server: ``predict``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from serve.cli.shared_arguments import Store, the_running
+from serve.common.command_line import reported
+from serve.common.hints import DEFAULT_STORE
+from serve.runtime.errors import UserError
+
+
+def predict(
+    image: Annotated[Path, typer.Argument(help="An image file: JPEG, PNG, WebP, BMP, TIFF or GIF.")],
+    store: Store = DEFAULT_STORE,
+    model: Annotated[str | None, typer.Option(help="Default: the run's recommended artifact.")] = None,
+    k: Annotated[int | None, typer.Option(help="How many classes. Default: the archive's own, 5.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the endpoint's answer as it is.")] = False,
+) -> None:
+    """Send IMAGE to the running server and print its best classes, best first."""
+    with reported():
+        try:
+            data = image.read_bytes()
+        except OSError as error:
+            raise UserError(f"{image}: cannot be read ({error.strerror})") from None
+        running = the_running(store)
+        name = running.model(model or running.default_model).name
+        with running.client(store) as client:
+            answer = client.predict(name, data, k=k)
+        if as_json:
+            typer.echo(json.dumps(answer))
+            return
+        for entry in answer:
+            typer.echo(f"{entry['probability']:.4f}  {entry['index']:4d}  {entry['label']}")

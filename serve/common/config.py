@@ -1,0 +1,199 @@
+"""What all settings have in common: typed, validated, frozen, described by their fields, refused in one line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import reprlib
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic._internal._model_construction import ModelMetaclass  # which pydantic 2 does not export
+from pydantic.fields import FieldInfo
+
+from serve.runtime.display import fact_table
+from serve.runtime.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with one setting; ``field`` is empty where it is about several of them."""
+
+    field: str
+    message: str
+
+
+class _Settings(ModelMetaclass):
+    """Constructs settings with the project's own refusals, and keeps pydantic's 60 methods out of ``help()``.
+
+    Here and not in an ``__init__``, which pydantic would call from ``model_validate`` too.
+    """
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:  # noqa: N805 - the class is what a metaclass's method is of
+        try:
+            return super().__call__(*args, **settings)
+        except ValidationError as error:
+            assert issubclass(cls, BaseModel)
+            named = [f"{f.field}: {f.message}" if f.field else f.message for f in faults(cls, error)]
+            title = cls.model_config.get("title", cls.__name__)
+            raise UserError(f"{title}: {'; '.join(named)}" if title else "; ".join(named)) from None
+
+    def __dir__(cls) -> list[str]:  # noqa: N805
+        return ["__doc__"]
+
+
+class Config(BaseModel, metaclass=_Settings):
+    """Settings: typed, validated, frozen; unknown fields are refused. Safe to share between threads.
+
+    Raises:
+        UserError: a setting is unknown or has an illegal value; each is named, with its value, after the class's name
+            or the ``title`` of its ``model_config``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    #: Where a kind's settings are described, so that the kinds that inherit them need not do it again.
+    described_by: ClassVar[str | None] = None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Describe each field in the class's documentation, where ``help()`` and editors look."""
+        own = inspect.cleandoc(cls.__dict__.get("__doc__") or cls.__name__)
+        usual = defaults(cls)
+        general = cls._described_elsewhere()
+        fields = [_described(name, field, usual) for name, field in cls.model_fields.items() if name not in general]
+        if general:
+            named = [_head(name, cls.model_fields[name], usual) for name in general]
+            fields.append(_paragraph(f"as {cls.described_by} has them, which describes them: {'; '.join(named)}"))
+        cls.__doc__ = "\n".join([own, "", "Settings:", *fields])
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _counts_no_truth(cls, value: object, info: ValidationInfo) -> object:
+        """YAML's ``yes``, ``on`` and ``true`` are no numbers, though Python counts with them, and pydantic lets it."""
+        if isinstance(value, bool) and _is_number(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError("input should be a number")
+        return value
+
+    @classmethod
+    def _described_elsewhere(cls) -> list[str]:
+        """The settings that are inherited as they are from a kind that is described by itself."""
+        for number, kind in enumerate(cls.__mro__):
+            if issubclass(kind, Config) and vars(kind).get("described_by") is not None:
+                own = {name for nearer in cls.__mro__[:number] for name in vars(nearer).get("__annotations__", {})}
+                return [name for name in kind.model_fields if name not in own] if number else []
+        return []
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """What ``repr`` tells: the settings that were given and are not as they usually are."""
+        usual = defaults(type(self))
+        for name, value in super().__repr_args__():
+            if name not in usual or (name in self.model_fields_set and value != usual[name]):
+                yield name, value
+
+    def _repr_html_(self) -> str:
+        """Every setting, with what it means; those that are not as usual are said to be so."""
+        usual = defaults(type(self))
+        rows = {}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            changed = name in usual and value != usual[name]
+            given = reprlib.repr(value) + (f" (usually {usual[name]!r})" if changed else "")
+            rows[name] = (given, field.description or "")
+        return fact_table(rows)
+
+
+def defaults(kind: type[BaseModel]) -> dict[str, Any]:
+    """What each setting is where none is given; some depend on others that stand before them."""
+    found: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        if not field.is_required():
+            found[name] = field.get_default(call_default_factory=True, validated_data=found)
+    return found
+
+
+def faults(kind: type[BaseModel], error: ValidationError) -> list[Fault]:
+    """What pydantic found wrong, in the project's words: the value, and what would be right."""
+    return _told(kind, error.errors())
+
+
+def _told(kind: type[BaseModel], entries: Sequence[Mapping[str, Any]]) -> list[Fault]:
+    found = []
+    for entry in entries:
+        name = str(entry["loc"][0]) if entry["loc"] else ""
+        within = settings_within(kind, name)
+        if len(entry["loc"]) > 1 and within is not None:
+            deeper = {**entry, "loc": entry["loc"][1:]}
+            found += [Fault(name, f"{fault.field}: {fault.message}") for fault in _told(within, [deeper])]
+            continue
+        if entry["type"] == "extra_forbidden":
+            inside, known = [str(part) for part in entry["loc"][1:]], _known(kind, name)
+            where = f"{'.'.join(inside)}: " if inside else ""
+            wrong = inside[-1] if inside else name
+            found.append(Fault(name, f"{where}unknown{did_you_mean(wrong, known)}; known are {', '.join(known)}"))
+            continue
+        message = entry["msg"].removeprefix("Value error, ")
+        given = f" (it is {reprlib.repr(entry['input'])})" if name else ""
+        found.append(Fault(name, message[0].lower() + message[1:] + given))
+    return found
+
+
+def settings_within(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The kind of the settings that a setting holds, or may hold beside None; None if it is of another type."""
+    annotation: Any = kind.model_fields[name].annotation if name in kind.model_fields else None
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    parts = [part for part in (typing.get_args(annotation) if union else (annotation,)) if part is not types.NoneType]
+    alone = parts[0] if len(parts) == 1 else None
+    return alone if isinstance(alone, type) and issubclass(alone, BaseModel) else None
+
+
+def _is_number(annotation: Any) -> bool:
+    """Whether a setting of this type is a number, or None."""
+    parts = typing.get_args(annotation) or (annotation,)
+    return all(part in (int, float, types.NoneType) for part in parts)
+
+
+def _known(kind: type[BaseModel], name: str) -> list[str]:
+    """The settings of a kind; those inside of one of them, where that is a mapping by what the user names."""
+    if name not in kind.model_fields:
+        return list(kind.model_fields)
+    annotation: Any = kind.model_fields[name].annotation
+    while parts := typing.get_args(annotation):
+        annotation = parts[-1]
+    return list(getattr(annotation, "__annotations__", {}))
+
+
+def _described(name: str, field: FieldInfo, usual: Mapping[str, Any]) -> str:
+    """A field as a paragraph: its name, type and default; what it means."""
+    return _paragraph(f"{_head(name, field, usual)}: {field.description or ''}")
+
+
+def _head(name: str, field: FieldInfo, usual: Mapping[str, Any]) -> str:
+    default = f" = {usual[name]!r}" if name in usual else ""
+    return f"{name}: {_spelled(field.annotation)}{default}"
+
+
+def _paragraph(text: str) -> str:
+    lines = textwrap.wrap(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _spelled(annotation: Any) -> str:
+    """A type as it is written in code, without the modules' names."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " | ".join(map(repr, parts))
+    if origin is typing.Annotated:  # whose validators are no word for users
+        return _spelled(parts[0])
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(_spelled, parts))
+    if origin in (dict, tuple, type, functools.partial) and Ellipsis not in parts:
+        return f"{origin.__name__}[{', '.join(map(_spelled, parts))}]"
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "").replace("NoneType", "None")

@@ -1,0 +1,201 @@
+"""How an archive is to be served, in words: what a recipe, a program or a command line may set of `Serving`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from serve.common.config import Config
+from serve.runtime.card.budget import SERVING, Budget
+from serve.runtime.card.card import Card
+from serve.runtime.card.execution import Execution, Option
+from serve.runtime.card.serving import Serving
+from serve.runtime.errors import CardError, UserError, did_you_mean
+
+_OWN = frozenset(entry.name for entry in dataclasses.fields(Serving))
+
+
+class ServingOptions(Config):
+    """How an archive is served. What is not set stays as it is: as the run found it, or as it usually is."""
+
+    workers: int = Field(
+        default=Serving.workers,
+        ge=1,
+        description="Worker processes, each of which loads the model. TorchServe's use all cores each, our own "
+        "server's a share.",
+    )
+    threads: int | None = Field(
+        default=None, ge=1, description="Intra-op threads of a worker on the CPU; None: one per core of its own."
+    )
+    batch_size: int = Field(
+        default=Serving.batch_size, ge=1, le=1024, description="Most images that go through the network together."
+    )
+    max_batch_delay_ms: int = Field(
+        default=Serving.max_batch_delay_ms,
+        ge=1,
+        description="How long the first request of a batch waits for others; 1 ms is the least, and none where we "
+        "start the server. While a worker is busy, batches form by themselves: a longer wait costs a lone client and "
+        "buys little.",
+    )
+    decode_threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Threads of a worker that decode images beside the engine; None: one per core, at most 8.",
+    )
+    queue_limit: int = Field(
+        default=Serving.queue_limit,
+        ge=1,
+        description="Requests that may wait for an answer; the next one is told to try again later (503). In a worker "
+        "of TorchServe these are of one batch: its own queue is --queue.",
+    )
+    decoder: str = Field(
+        default=Serving.decoder,
+        description="What decodes images: cpu, reduced, nvimgcodec or torchcodec. Accuracy was measured with cpu, "
+        "which also does where another one does not work; reduced decodes large JPEGs at a smaller scale; the others "
+        "are for GPUs.",
+    )
+    buckets: tuple[int, ...] = Field(
+        default=(),
+        description="Batch sizes to prepare for, ascending; a smaller batch is padded to the next.",
+    )
+    engines: tuple[str, ...] = Field(
+        default=(),
+        description="Engines to prefer, the best first, with the device where there are two: exported[cuda]. "
+        "The others that open the artifact follow as they stand.",
+    )
+    options: Mapping[str, Mapping[str, Option]] = Field(
+        default={}, description="What an engine is told: {'openvino': {'precision': 'bf16'}}."
+    )
+    strict: bool = Field(
+        default=Serving.strict, description="Only the first engine may run it: where it does not work, loading fails."
+    )
+    k: int = Field(default=Serving.k, ge=1, description="Classes in an answer where the request does not say.")
+    instance_limit: int = Field(default=Serving.instance_limit, ge=1, description="Most images in one JSON request.")
+    budget: Budget = Field(
+        default=SERVING,
+        description="Pixels and seconds that decoding an image, a request and a batch may take. A batch is given half "
+        "of response_timeout_s at most.",
+    )
+    response_timeout_s: int = Field(
+        default=Serving.response_timeout_s, ge=1, description="A batch that takes longer has its worker restarted."
+    )
+    startup_timeout_s: int = Field(
+        default=Serving.startup_timeout_s,
+        ge=1,
+        description="Most time for a worker to load and warm up, its turn awaited.",
+    )
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _name_what_differs(cls, value: object) -> object:
+        """Take what a mapping leaves out from the default, and not as unlimited."""
+        if not isinstance(value, Mapping):
+            return value
+        known = dataclasses.asdict(SERVING)
+        for name in value:
+            if name not in known:
+                raise ValueError(f"unknown limit {name}{did_you_mean(str(name), known)}; known are {', '.join(known)}")
+        return {**known, **value}
+
+    @field_validator("decoder")
+    @classmethod
+    def _know_decoder(cls, value: str) -> str:
+        from serve.runtime.decoders.base import check_decoder  # imports torch
+
+        with _as_a_fault():
+            return check_decoder(value)
+
+    @field_validator("buckets")
+    @classmethod
+    def _ascend(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        with _as_a_fault():
+            Execution("any", buckets=value)
+        return value
+
+    @field_validator("engines")
+    @classmethod
+    def _know_engines(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        from serve.runtime.engines.base import find_engine  # imports torch
+
+        with _as_a_fault():
+            for word in value:
+                name, _, device = word.removesuffix("]").partition("[")
+                if device and device not in (runs_on := find_engine(name).devices):
+                    raise UserError(f"{name} runs on {' and '.join(runs_on)}, not on {device}")
+                find_engine(name)
+        return value
+
+    @field_validator("options")
+    @classmethod
+    def _know_options(cls, value: Mapping[str, Mapping[str, Option]]) -> Mapping[str, Mapping[str, Option]]:
+        from serve.runtime.engines.base import find_engine  # imports torch
+
+        with _as_a_fault():
+            for name, given in value.items():
+                find_engine(name).settings(given)
+        return value
+
+    def over(self, serving: Serving, card: Card) -> Serving:
+        """``serving`` with what is set here.
+
+        Args:
+            serving: how the card's artifact is served otherwise.
+            card: the artifact's.
+
+        Raises:
+            UserError: it cannot be served so.
+        """
+        given = {name: getattr(self, name) for name in self.model_fields_set if name in _OWN}
+        try:
+            return replace(serving, **given, executions=tuple(self._executions(serving.executions, card)))
+        except CardError as error:
+            raise UserError(f"{card.name}: {error}") from None
+
+    def on_gpu(self) -> ServingOptions:
+        """The same, with what runs on a GPU before what does not, behind the engines that are named."""
+        from serve.runtime.engines.base import engines  # imports torch
+
+        words = (f"{name}[cuda]" for name, entry in engines().items() if "cuda" in entry.devices)
+        return self.model_copy(update={"engines": (*self.engines, *words)})
+
+    def _executions(self, usual: tuple[Execution, ...], card: Card) -> Iterable[Execution]:
+        from serve.runtime.engines.base import engines_for  # imports torch
+
+        named = {(entry.engine, entry.device) for entry in usual}
+        possible = [(entry, device) for device in ("cuda", "cpu") for entry in engines_for(card)]
+        known = [
+            *usual,
+            *(
+                Execution(entry.name, device)
+                for entry, device in possible
+                if entry.never_runs(card, device) is None and (entry.name, device) not in named
+            ),
+        ]
+        chosen = [entry for word in self.engines for entry in known if word in _words(entry)]
+        for entry in dict.fromkeys([*chosen, *usual]):
+            changes: dict[str, Any] = {"options": {**entry.options, **self.options.get(entry.engine, {})}}
+            if "threads" in self.model_fields_set and entry.device == "cpu":
+                changes["threads"] = self.threads
+            if "buckets" in self.model_fields_set:
+                changes["buckets"] = self.buckets
+            yield replace(entry, **changes)
+
+
+def _words(execution: Execution) -> tuple[str, str]:
+    """What `ServingOptions.engines` may call it."""
+    return execution.engine, f"{execution.engine}[{execution.device}]"
+
+
+@contextlib.contextmanager
+def _as_a_fault() -> Iterator[None]:
+    """What is wrong with a value, as pydantic wants to be told."""
+    try:
+        yield
+    except UserError as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,143 @@
+"""Known vulnerabilities of what is installed: Python packages by pip-audit, the libraries in TorchServe's jar by OSV.
+
+Both ask a data base on the network; without one nothing can be said but what is there. pip-audit knows no Java.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from serve.packing.jars import JavaLibrary, torchserve_jars
+from serve.runtime.errors import PipelineError, UserError, first_line
+
+#: https://google.github.io/osv.dev/post-v1-querybatch/
+OSV = "https://api.osv.dev"
+_TIMEOUT_S = 30.0
+_MOST_PAGES = 50
+
+
+class AuditError(PipelineError):
+    """The audit could not be made: nothing is known either way."""
+
+
+@dataclass(frozen=True)
+class Advisory:
+    """A known vulnerability, by its name in the data base, such as ``GHSA-wm47-8v5p-wjpj``."""
+
+    library: JavaLibrary
+    name: str
+
+
+def bundled_libraries() -> tuple[JavaLibrary, ...]:
+    """Everything that TorchServe's jars bundle.
+
+    Raises:
+        AuditError: one of them is not known.
+    """
+    found: list[JavaLibrary] = []
+    for jar in torchserve_jars():
+        if jar.bundled is None:
+            raise AuditError(f"the jars were not checked: {jar.name} is not that of TorchServe 0.12.0")
+        found += jar.bundled
+    return tuple(found)
+
+
+def advisories(libraries: Sequence[JavaLibrary], *, osv: str = OSV) -> Iterator[Advisory]:
+    """What is known against libraries whose versions are known.
+
+    Args:
+        libraries: those without a version are not asked about.
+        osv: where OSV's interface is.
+
+    Raises:
+        AuditError: it cannot be reached, or answers otherwise than it documents.
+    """
+    asked = [library for library in libraries if library.version is not None]
+    left: list[tuple[JavaLibrary, dict[str, Any]]] = [
+        (
+            library,
+            {"package": {"ecosystem": "Maven", "name": f"{library.group}:{library.name}"}, "version": library.version},
+        )
+        for library in asked
+    ]
+    try:
+        for _ in range(_MOST_PAGES):
+            queries = [query for _, query in left]
+            answer = httpx.post(f"{osv}/v1/querybatch", json={"queries": queries}, timeout=_TIMEOUT_S)
+            answer.raise_for_status()
+            further = []
+            for (library, query), result in zip(left, answer.json()["results"], strict=True):
+                for entry in result.get("vulns", ()):
+                    yield Advisory(library, str(entry["id"]))
+                # Of a query that takes it long OSV tells a part, which may be none, and where it goes on.
+                if token := result.get("next_page_token"):
+                    further.append((library, {**query, "page_token": str(token)}))
+            left = further
+            if not left:
+                return
+        raise AuditError(f"the jars were not checked whole: OSV has more than {_MOST_PAGES} pages of answers")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise AuditError(
+            f"the jars' {len(asked)} known versions were not checked: OSV cannot be reached "
+            f"({type(error).__name__}: {first_line(error)})"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AuditError(f"OSV gave an answer that it does not document ({type(error).__name__})") from None
+
+
+@dataclass(frozen=True)
+class PythonAudit:
+    """What pip-audit says: how many packages it knows, those that it does not, and what is known against the others."""
+
+    checked: int
+    skipped: tuple[str, ...]
+    found: tuple[str, ...]
+
+
+def audit_python() -> PythonAudit:
+    """Run pip-audit over this environment.
+
+    Raises:
+        UserError: pip-audit is not installed.
+        AuditError: it could not reach its data base, or knows no package that is installed here.
+    """
+    if importlib.util.find_spec("pip_audit") is None:
+        raise UserError("the audit needs the extra 'audit': pip install 'optimize-and-serve[audit]'")
+    command = [sys.executable, "-m", "pip_audit", "--skip-editable", "--progress-spinner", "off", "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        return read_report(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise AuditError(f"the Python packages were not checked: pip-audit says {last[:200]!r}") from None
+
+
+def read_report(document: str) -> PythonAudit:
+    """Read what ``pip-audit --format json`` writes.
+
+    Raises:
+        ValueError: it is no such report.
+        AuditError: it names no package that was checked. pip-audit itself then says that nothing is known against them.
+    """
+    try:
+        entries = json.loads(document)["dependencies"]
+        skipped = tuple(str(entry["name"]) for entry in entries if "skip_reason" in entry)
+        checked = [entry for entry in entries if "skip_reason" not in entry]
+        found = tuple(
+            f"{entry['name']} {entry['version']}: {fault['id']}, mended in {', '.join(fault['fix_versions']) or 'none'}"
+            for entry in checked
+            for fault in entry["vulns"]
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no report of pip-audit ({type(error).__name__})") from None
+    if not checked:
+        raise AuditError(f"the {len(skipped)} Python packages were not checked: pip-audit's data base has none of them")
+    return PythonAudit(len(checked), skipped, found)

@@ -1,0 +1,347 @@
+"""The artifact's card: the single source of truth about a model file, and the proof that it is whole.
+
+A folder that holds ``card.json`` and the files it names is an artifact. Nothing else about it is
+remembered anywhere: the runtime loads by the card and refuses a folder that does not match it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from ..display import Described
+from ..errors import CardError
+from . import fields
+from .certificate import Certificate
+from .json_documents import SEAL, parse_document, seal_of, sealed
+
+SCHEMA = 1
+CARD_FILE = "card.json"
+_LARGEST_CARD = 64 << 20  # characters
+_LONGEST_SIDE = 1 << 16  # pixels
+#: Channels of an image: RGB and alpha.
+MOST_CHANNELS = 4
+
+#: What a model file is, a word such as ``onnx``; the engines say which they open.
+Format = str
+Device = Literal["any", "cpu", "cuda"]
+Interpolation = Literal["nearest", "bilinear", "bicubic"]
+#: Of the network's input; ``uint8``: pixels as they are, which the graph itself normalises.
+InputType = Literal["float32", "float16", "bfloat16", "uint8"]
+
+#: What logits become: shares of all classes that sum to one, or a probability of each class by itself.
+Probabilities = Literal["softmax", "sigmoid"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Preprocessing(Described):
+    """How bytes become the network's input: decode, resize, centre-crop, scale to [0, 1], normalise.
+
+    ``resize`` is the length in pixels that the shorter side is scaled to (antialiased), or the ``(height, width)``
+    that each image is scaled to, whatever its proportions; ``crop`` is the ``(height, width)`` cut from the centre,
+    which is the network's input size; ``mean`` and ``std`` have one number per channel (one: grey, two: grey and alpha,
+    three: RGB, four: RGB and alpha) and apply after scaling to [0, 1].
+    ``pixel_max`` is what is white in greys of more than 8 bits, from 0 as black; None: 65535 of 16 bits, 1 of floats,
+    and 32-bit integers are refused.
+    """
+
+    resize: int | tuple[int, int]
+    crop: tuple[int, int]
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    interpolation: Interpolation = "bilinear"
+    pixel_max: float | None = None
+
+    def __post_init__(self) -> None:
+        scaled = self.resize if isinstance(self.resize, list | tuple) else (self.resize, self.resize)
+        if len(scaled) != 2:
+            raise CardError(
+                f"preprocessing: resize must be the shorter side, or a height and a width, found {fields.shown(scaled)}"
+            )
+        for side in scaled:
+            fields.whole("preprocessing: resize", side, 1, _LONGEST_SIDE)
+        if len(fields.sequence("preprocessing: crop", self.crop)) != 2:
+            raise CardError(f"preprocessing: crop must be a height and a width, found {fields.shown(self.crop)}")
+        for side in self.crop:
+            fields.whole("preprocessing: crop", side, 1, _LONGEST_SIDE)
+        channels = [len(fields.sequence(f"preprocessing: {n}", v)) for n, v in (("mean", self.mean), ("std", self.std))]
+        if channels[0] != channels[1] or not 1 <= channels[0] <= MOST_CHANNELS:
+            raise CardError(
+                f"preprocessing: mean and std need one number per channel (1 to {MOST_CHANNELS}), "
+                f"got {channels[0]} and {channels[1]}"
+            )
+        for mean, std in zip(self.mean, self.std, strict=True):
+            fields.number("preprocessing: mean", mean, -1e6, 1e6)
+            fields.number("preprocessing: std", std, 1e-6, 1e6)
+        fields.one_of("preprocessing: interpolation", self.interpolation, get_args(Interpolation))
+        if self.pixel_max is not None:
+            fields.number("preprocessing: pixel_max", self.pixel_max, 1e-6, 1e12)
+
+    @property
+    def channels(self) -> int:
+        """Channels of the network's input: 1 (grey), 2 (grey and alpha), 3 (RGB) or 4 (RGB and alpha)."""
+        return len(self.mean)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape ``(C, H, W)`` of one input."""
+        return (self.channels, *self.crop)
+
+    def scaled(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width that an image of this size is resized to.
+
+        Where ``resize`` is the shorter side, the longer one is rounded down, as torchvision's ``Resize`` does.
+        """
+        if isinstance(self.resize, tuple):
+            return self.resize
+        longer = int(self.resize * max(height, width) / min(height, width))
+        return (self.resize, longer) if height <= width else (longer, self.resize)
+
+    @property
+    def shortest(self) -> tuple[int, int]:
+        """The smallest height and width that an image is resized to."""
+        return self.resize if isinstance(self.resize, tuple) else (self.resize, self.resize)
+
+
+@dataclass(frozen=True)
+class Ancestor(Described):
+    """One step of an artifact's history: what was done, with which settings, and the key it was stored by.
+
+    ``structure`` is what the step found out of the network's shapes, and what only it can tell: after channels were
+    pruned, how many each layer has.
+    """
+
+    name: str
+    operation: str
+    config: Mapping[str, Any]
+    key: str
+    structure: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("name", "operation", "key"):
+            fields.text(f"card: lineage: {name}", getattr(self, name))
+        fields.json_object("card: lineage: config", self.config)
+        fields.json_object("card: lineage: structure", self.structure)
+
+
+@dataclass(frozen=True, repr=False)
+class Card(Described):
+    """Everything that is known about one artifact; see the module's docstring.
+
+    Attributes:
+        name: the artifact's name within its run, such as ``ptq``.
+        model: what was optimised, such as ``resnet18``.
+        format: which engine opens ``file``.
+        file: the model file's name within the folder.
+        precision: what the weights and the arithmetic really are (``float32``, ``int8`` …).
+        input_dtype: dtype of the network's input tensor, which has shape ``(N, *preprocessing.shape)``.
+        device: where the file can run: ``cpu``, ``cuda`` or ``any``.
+        target: which integers it was built for, such as ``x86-vnni`` (see `cpu_integers`); None if it has floats.
+            An engine refuses a target that it, or this machine's processor, does not compute exactly.
+        preprocessing: bytes to input tensor.
+        classes: label of each output index.
+        files: SHA-256 of every file of the folder but the card, by name: plain names, nothing outside it.
+        lineage: ancestors, oldest first, this artifact last.
+        data: name, fingerprint and sizes of the data it was made and measured with.
+        versions: versions of the libraries that made it.
+        machine: the machine that made it.
+        notes: remarks for a reader, such as a fallback that was taken.
+        packed: in an archive, SHA-256 of everything else that was packed with the artifact (handler, runtime,
+            configuration), by path; empty in an artifact's own folder.
+        certificate: of an INT8 artifact, how near each engine's answers are to what its integers mean; None where that
+            was not found out.
+        probabilities: what the file's logits become in answers; see `predictor.probabilities_of`.
+    """
+
+    name: str
+    model: str
+    format: Format
+    file: str
+    precision: str
+    input_dtype: InputType
+    device: Device
+    preprocessing: Preprocessing
+    classes: tuple[str, ...]
+    files: Mapping[str, str]
+    target: str | None = None
+    lineage: tuple[Ancestor, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    packed: Mapping[str, str] = field(default_factory=dict)
+    certificate: Certificate | None = None
+    probabilities: Probabilities = "softmax"
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        for name in ("name", "model", "precision"):
+            fields.text(f"card: {name}", getattr(self, name))
+        fields.word("card: format", self.format)
+        fields.one_of("card: device", self.device, get_args(Device))
+        fields.one_of("card: input_dtype", self.input_dtype, get_args(InputType))
+        fields.one_of("card: probabilities", self.probabilities, get_args(Probabilities))
+        if self.target is not None:
+            fields.text("card: target", self.target)
+        if not isinstance(self.preprocessing, Preprocessing):
+            raise CardError(f"card: preprocessing must be a JSON object, found {fields.shown(self.preprocessing)}")
+        for label in fields.sequence("card: classes", self.classes):
+            fields.text("card: a class", label)
+        if not self.classes:
+            raise CardError("card: the list of classes is empty")
+        self._check_files()
+        for ancestor in fields.sequence("card: lineage", self.lineage):
+            if not isinstance(ancestor, Ancestor):
+                raise CardError(f"card: lineage must be JSON objects, found {fields.shown(ancestor)}")
+        for name in ("data", "machine"):
+            fields.json_object(f"card: {name}", getattr(self, name))
+        for name, version in fields.mapping("card: versions", self.versions).items():
+            fields.text(f"card: the version of {name}", version)
+        for note in fields.sequence("card: notes", self.notes):
+            fields.text("card: a note", note, longest=10_000)
+        if self.certificate is not None and not isinstance(self.certificate, Certificate):
+            raise CardError(f"card: certificate must be a JSON object, found {fields.shown(self.certificate)}")
+        fields.whole("card: schema", self.schema, SCHEMA, SCHEMA)
+
+    def _check_files(self) -> None:
+        fields.files("card: files", self.files)
+        fields.files("card: packed", self.packed, folders=True)
+        if not isinstance(self.file, str) or self.file not in self.files:
+            raise CardError(f"card: no SHA-256 is given for the model file {fields.shown(self.file)}")
+        names = [name.lower() for name in (*self.files, *self.packed)]
+        if CARD_FILE in names or len(set(names)) != len(names):
+            raise CardError("card: a file is named twice, or is the card itself")
+
+    @property
+    def content(self) -> str:
+        """SHA-256 over the names and hashes of the artifact's files: equal contents, equal digest."""
+        return seal_of(dict(self.files))
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_card(folder: Path, card: Card) -> None:
+    """Write ``card`` into ``folder`` atomically, sealed with the SHA-256 of its own content."""
+    body = sealed(dataclasses.asdict(card))
+    # A new file, whatever its name would be: a link that lies there is not followed.
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{CARD_FILE}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(json.dumps(body, indent=2, sort_keys=True, allow_nan=False) + "\n")
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(folder / CARD_FILE)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_card(folder: Path) -> Card:
+    """Read and check ``folder/card.json``, without hashing the files it names.
+
+    Raises:
+        CardError: it is missing, is not valid JSON of this schema, a field is of the wrong type or out of range,
+            or its seal is broken.
+    """
+    path = folder / CARD_FILE
+    try:
+        if not path.exists():
+            raise CardError(f"{folder}: not an artifact folder, there is no {CARD_FILE}")
+        _check_regular(path)
+        with path.open(encoding="utf-8") as stream:
+            document = stream.read(_LARGEST_CARD + 1)
+    except (OSError, ValueError) as error:
+        raise CardError(f"{path}: cannot be read ({error})") from None
+    return parse_card(document, path)
+
+
+def parse_card(document: str, path: Path) -> Card:
+    """Read a card from the text of ``card.json``; ``path`` names it in messages.
+
+    Raises:
+        CardError: as `read_card`.
+    """
+    body = parse_document(document, path, _LARGEST_CARD)
+    try:
+        if not isinstance(body, dict):
+            raise CardError(f"{path}: must hold one JSON object, found {type(body).__name__}")
+        seal = body.pop(SEAL, None)
+        if type(body.get("schema")) is not int or body["schema"] != SCHEMA:
+            raise CardError(f"{path}: schema {fields.shown(body.get('schema'))}; this runtime reads schema {SCHEMA}")
+        if seal_of(body) != seal:
+            raise CardError(f"{path}: the card was changed after it was written (its seal does not match)")
+    except (ValueError, RecursionError) as error:  # NaN and numbers of thousands of digits are ValueErrors too
+        raise CardError(f"{path}: cannot be read ({error})") from None
+    lineage = body.get("lineage", [])
+    body["preprocessing"] = _record(Preprocessing, body.get("preprocessing"), path)
+    body["lineage"] = [_record(Ancestor, item, path) for item in lineage] if isinstance(lineage, list) else lineage
+    if (certificate := body.get("certificate")) is not None:
+        body["certificate"] = Certificate.from_json(certificate)
+    return _record(Card, body, path)
+
+
+def load_card(folder: Path) -> Card:
+    """Read ``folder/card.json`` and check every file it names against its SHA-256.
+
+    In the folder of an unpacked archive that includes the handler and the runtime, and there may be no file besides.
+
+    Raises:
+        CardError: as `read_card`, or a file is missing, is a link, has changed, or is one too many.
+    """
+    card = read_card(folder)
+    for name, expected in {**card.files, **card.packed}.items():
+        path = folder / name
+        try:
+            for parent in path.relative_to(folder).parents[:-1]:
+                if (folder / parent).is_symlink():
+                    raise CardError(f"{folder / parent}: is a link, and an artifact's files lie in its folder")
+            if not os.path.lexists(path):
+                raise CardError(f"{folder}: the file {name} that the card names is missing")
+            _check_regular(path)
+            actual = sha256_file(path)
+        except OSError as error:
+            raise CardError(f"{path}: cannot be read ({error})") from None
+        if actual != expected:
+            raise CardError(f"{path}: corrupted, SHA-256 {actual[:12]}… where the card says {expected[:12]}…")
+    if card.packed:
+        known = {CARD_FILE, *card.files, *card.packed}
+        for root, folders, names in os.walk(folder):
+            folders[:] = [name for name in folders if name != "__pycache__"]  # Python writes it when it imports
+            for name in (*names, *(entry for entry in folders if (Path(root) / entry).is_symlink())):
+                if (Path(root) / name).relative_to(folder).as_posix() not in known:
+                    raise CardError(f"{Path(root) / name}: is not of the archive that the card was packed in")
+    return card
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse what is no file of its own: a link leads out of the folder, a pipe or a device never ends."""
+    mode = path.lstat().st_mode
+    if not stat.S_ISREG(mode):
+        kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
+        raise CardError(f"{path}: is {kind}, and an artifact's files lie in its folder")
+
+
+def _record(kind: type[_T], body: object, path: Path) -> _T:
+    """Build a dataclass from a JSON object, turning lists into tuples and refusing unknown fields."""
+    if not isinstance(body, Mapping):
+        raise CardError(f"{path}: {kind.__name__} must be a JSON object, found {type(body).__name__}")
+    known = {entry.name for entry in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(body) - known):
+        raise CardError(f"{path}: unknown field {unknown[0]!r} in {kind.__name__}")
+    try:
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in body.items()})
+    except TypeError as error:
+        raise CardError(f"{path}: {kind.__name__} is incomplete ({error})") from None

@@ -1,0 +1,163 @@
+"""The parity certificate: how near each engine's answers are to what an INT8 artifact's integers mean.
+
+It stands in the artifact's card and travels with it. Nothing is measured here, and no engine reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from ..display import Described
+from ..errors import CardError
+from . import fields
+
+#: Share of the images on which the best class must be the reference's.
+LEAST_AGREEMENT: Final = 0.995
+
+_MOST_IMAGES = 1 << 40
+_LARGEST = 1e30
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Agreement(Described):
+    """How near one execution's answers are to the reference's, on the same images.
+
+    Attributes:
+        execution: what ran: ``openvino``. In a graph's certificate ``torchscript`` ran the packed program that the
+            graph was made from, which has the same integers; all others ran the graph.
+        top1_agreement: part of all images with the same best class, 0 to 1.
+        sqnr_db: 10 log10 of the energy of the reference's logits over that of the difference; None: the two are equal
+            to the last bit, or the reference's are all zero.
+        max_abs: largest difference of two logits.
+        steps: the same in steps of the answer's quantizer, see `Certificate.step`; None where that has none.
+        delta: top-1 accuracy minus the reference's, a fraction.
+        low: lower end of its 95 % interval (Tango 1998, paired).
+        high: upper end.
+        gained: images that it alone has right.
+        lost: images that the reference alone has right.
+    """
+
+    execution: str
+    top1_agreement: float
+    sqnr_db: float | None
+    max_abs: float
+    steps: float | None
+    delta: float
+    low: float
+    high: float
+    gained: int
+    lost: int
+
+    def __post_init__(self) -> None:
+        where = "certificate: an agreement"
+        fields.text(f"{where}'s execution", self.execution)
+        fields.number(f"{where}'s top1_agreement", self.top1_agreement, 0.0, 1.0)
+        if self.sqnr_db is not None:
+            fields.number(f"{where}'s sqnr_db", self.sqnr_db, -1000.0, 1000.0)
+        fields.number(f"{where}'s max_abs", self.max_abs, 0.0, _LARGEST)
+        if self.steps is not None:
+            fields.number(f"{where}'s steps", self.steps, 0.0, _LARGEST)
+        for name in ("delta", "low", "high"):
+            fields.number(f"{where}'s {name}", getattr(self, name), -1.0, 1.0)
+        if not self.low <= self.delta <= self.high:
+            raise CardError(f"{where}'s delta must lie in its interval, found {self.low} {self.delta} {self.high}")
+        for name in ("gained", "lost"):
+            fields.whole(f"{where}'s {name}", getattr(self, name), 0, _MOST_IMAGES)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the same class is best often enough, and the interval of the accuracy's difference contains 0."""
+        return self.top1_agreement >= LEAST_AGREEMENT and self.low <= 0 <= self.high
+
+
+@dataclass(frozen=True, repr=False)
+class Certificate(Described):
+    """Answers of every execution that computes an artifact's integers, against those of the reference.
+
+    The reference is torch's program of explicit quantizers around float operators, with the very integers of the
+    artifact: what they mean. Answers are compared over the whole evaluation set; logits (``sqnr_db``, ``max_abs``,
+    ``steps``) on ``logits_of`` of its images, at equal distances.
+
+    Attributes:
+        reference: SHA-256 of the reference program.
+        step: the scale of the quantizer that gives the network its answer, through operators that only move numbers;
+            None where the last operator computes in float.
+        images: that were answered.
+        logits_of: of how many of them logits were compared.
+        data: fingerprint of the images.
+        agreements: by execution.
+        absent: executions that were not compared, with the reason.
+        cpu: the processor that all of them ran on.
+        versions: of the libraries that they ran with.
+        key: of the object in the store that it was kept as.
+    """
+
+    reference: str
+    step: float | None
+    images: int
+    logits_of: int
+    data: str
+    agreements: tuple[Agreement, ...]
+    absent: Mapping[str, str] = field(default_factory=dict)
+    cpu: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("reference", "data", "cpu", "key"):
+            fields.text(f"certificate: {name}", getattr(self, name))
+        if self.step is not None:
+            fields.number("certificate: step", self.step, 0.0, _LARGEST)
+        fields.whole("certificate: images", self.images, 1, _MOST_IMAGES)
+        fields.whole("certificate: logits_of", self.logits_of, 1, self.images)
+        for entry in fields.sequence("certificate: agreements", self.agreements):
+            if not isinstance(entry, Agreement):
+                raise CardError(f"certificate: agreements must be JSON objects, found {fields.shown(entry)}")
+        for name in ("absent", "versions"):
+            for key, value in fields.mapping(f"certificate: {name}", getattr(self, name)).items():
+                fields.text(f"certificate: {name}: {key[:40]}", value, longest=10_000)
+
+    @property
+    def holds(self) -> bool:
+        """Whether every execution that was compared agrees as it should, and there is one."""
+        return bool(self.agreements) and all(entry.holds for entry in self.agreements)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; `from_json` reads them back to an equal record."""
+        body = dataclasses.asdict(self)
+        return {**body, "agreements": list(body["agreements"])}
+
+    @classmethod
+    def from_json(cls, body: object) -> Certificate:
+        """Read what `to_json` wrote.
+
+        Raises:
+            CardError: a field is missing, unknown or out of range.
+        """
+        found = dict(_known(cls, body))
+        agreements = found.get("agreements")
+        if not isinstance(agreements, list | tuple):
+            raise CardError(f"certificate: agreements must be a list, found {fields.shown(agreements)}")
+        made = tuple(_made(Agreement, _known(Agreement, entry)) for entry in agreements)
+        return _made(cls, {**found, "agreements": made})
+
+
+def _known(kind: type[Any], body: object) -> Mapping[str, Any]:
+    names = {entry.name for entry in dataclasses.fields(kind)}
+    if not isinstance(body, Mapping) or not set(body) <= names:
+        raise CardError(
+            f"certificate: {kind.__name__} has the fields {', '.join(sorted(names))}, not {fields.shown(body)}"
+        )
+    return body
+
+
+def _made(kind: type[_T], body: Mapping[str, Any]) -> _T:
+    try:
+        return kind(**body)
+    except TypeError as error:
+        raise CardError(f"certificate: {kind.__name__} is incomplete ({error})") from None

@@ -1,0 +1,152 @@
+"""``known.json``: an image and its measured logits, by which whoever serves an artifact sees that it answers.
+
+It lies beside the card and travels in the archive. Another machine, engine or batch size rounds otherwise, which the
+tolerance allows for; a wrong file, preprocessing or class order is far outside of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from ..errors import CardError
+from . import fields
+from .card import Probabilities
+from .json_documents import parse_document, read_document
+
+SCHEMA: Final = 1
+KNOWN_FILE: Final = "known.json"
+#: Why a model is served without having been asked for a known answer.
+NOTHING_KNOWN: Final = f"its archive has no {KNOWN_FILE}"
+#: Largest difference of a log-probability, as a part of the range (largest minus smallest) of the known logits, which
+#: may so differ by half of it. Two executions of one int8 artifact (ResNet-18 by OpenVINO and by ONNX Runtime) were
+#: seen to differ by a sixtieth in their logits.
+TOLERANCE: Final = 0.1
+# Below it a float32 softmax has no digits left: less probable classes count as equally improbable.
+_LEAST = -60.0
+_LARGEST_FILE = 96 << 20  # characters
+
+
+@dataclass(frozen=True)
+class KnownAnswer:
+    """An image and what the artifact answered to it.
+
+    Attributes:
+        image: encoded, as a client would send it.
+        logits: one for each class.
+        execution: what gave them, in one word.
+        tolerance: see `TOLERANCE`.
+        probabilities: what the logits become in answers, as the card says.
+    """
+
+    image: bytes
+    logits: tuple[float, ...]
+    execution: str
+    tolerance: float = TOLERANCE
+    probabilities: Probabilities = "softmax"
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.image, bytes) or not self.image:
+            raise CardError("known: image must be the bytes of an image")
+        for logit in fields.sequence("known: logits", self.logits):
+            fields.number("known: a logit", logit, -3.5e38, 3.5e38)
+        if not self.logits:
+            raise CardError("known: the list of logits is empty")
+        fields.text("known: execution", self.execution)
+        fields.number("known: tolerance", self.tolerance, 0.0, 1.0)
+        fields.one_of("known: probabilities", self.probabilities, get_args(Probabilities))
+        fields.whole("known: schema", self.schema, SCHEMA, SCHEMA)
+
+    @property
+    def allowed(self) -> float:
+        """The largest difference of a log-probability that is no fault."""
+        return self.tolerance * (max(self.logits) - min(self.logits))
+
+    def difference(self, probabilities: Sequence[float]) -> float:
+        """The largest difference of the log-probabilities to the known ones, classes below e^-60 counting as e^-60.
+
+        Args:
+            probabilities: of each class, in order.
+
+        Returns:
+            Infinity where there are more or fewer than the known ones, or one is no probability.
+        """
+        if len(probabilities) != len(self.logits) or not all(0.0 <= value <= 1.001 for value in probabilities):
+            return math.inf
+        found = (math.log(value) if value > 0 else _LEAST for value in probabilities)
+        return max(abs(max(a, _LEAST) - max(b, _LEAST)) for a, b in zip(found, self._logarithms(), strict=True))
+
+    def _logarithms(self) -> Sequence[float]:
+        """Of the known probabilities."""
+        if self.probabilities == "sigmoid":
+            return [min(logit, 0.0) - math.log1p(math.exp(-abs(logit))) for logit in self.logits]
+        largest = max(self.logits)
+        total = largest + math.log(math.fsum(math.exp(logit - largest) for logit in self.logits))
+        return [logit - total for logit in self.logits]
+
+    def seen_in(self, by_class: Mapping[int, float]) -> str:
+        """A line that says how near an answer is to this one.
+
+        Args:
+            by_class: the probability that was answered for each class, by its index.
+
+        Raises:
+            CardError: it is another answer.
+        """
+        classes = range(max(len(self.logits), len(by_class)))
+        difference = self.difference([by_class.get(index, -1.0) for index in classes])
+        if difference > self.allowed:
+            raise CardError(
+                f"its known image is not answered as when it was measured by {self.execution}: a log-probability "
+                f"differs by {difference:.3g}, more than the allowed {self.allowed:.3g}"
+            )
+        return (
+            f"the known image is answered as by {self.execution}: log-probabilities within {difference:.2g}, "
+            f"allowed {self.allowed:.2g}"
+        )
+
+    @property
+    def text(self) -> str:
+        """The file's text: equal records, equal bytes."""
+        body = dataclasses.asdict(self) | {"image": base64.b64encode(self.image).decode()}
+        return json.dumps(body, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def parse_known(document: str, path: Path) -> KnownAnswer:
+    """Read what `KnownAnswer.text` wrote; ``path`` names it in messages.
+
+    Raises:
+        CardError: it is no JSON of this schema, or a field is unknown, missing, of the wrong type or out of range.
+    """
+    body = parse_document(document, path, _LARGEST_FILE)
+    try:
+        if not isinstance(body, dict):
+            raise ValueError("it holds no JSON object")
+        values: dict[str, Any] = dict(body)
+        values["image"] = base64.b64decode(str(values.get("image", "")), validate=True)
+        if isinstance(values.get("logits"), list):
+            values["logits"] = tuple(values["logits"])
+        return KnownAnswer(**values)
+    except (ValueError, TypeError, binascii.Error) as error:
+        raise CardError(f"{path}: cannot be read ({error})") from None
+    except CardError as error:
+        raise CardError(f"{path}: {error}") from None
+
+
+def read_known(folder: Path) -> KnownAnswer | None:
+    """What an artifact's folder, or an unpacked archive, knows an answer to; None if nothing.
+
+    Raises:
+        CardError: as `parse_known`.
+    """
+    path = folder / KNOWN_FILE
+    document = read_document(path, _LARGEST_FILE)
+    return None if document is None else parse_known(document, path)

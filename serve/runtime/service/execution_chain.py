@@ -1,0 +1,150 @@
+"""Which of an archive's executions runs here: the first that works; and why those before it do not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ..card.card import read_card
+from ..card.evidence import evidence_for
+from ..card.execution import Execution, settle, unset
+from ..card.serving import SERVING_FILE, Serving, read_serving
+from ..decoders.base import CPU, open_decoder
+from ..device.buckets import warm_sizes
+from ..engines.base import execution_id, find_engine, unavailable
+from ..errors import CardError, EngineError, PipelineError, UserError, message_of
+from .predictor import PassedOver, Predictor
+
+_LOG = logging.getLogger(__name__)
+#: Why an execution for CUDA does not run where there is no GPU; nothing to speak of.
+NO_GPU = "it runs on a GPU, and none was assigned here"
+
+
+def open_served(folder: Path, gpu: int | None) -> tuple[Predictor, Serving]:
+    """Open an unpacked archive as its ``serving.json`` says, in a process that serves nothing else, and warm it up.
+
+    What is said of it in the log: which execution runs, and why those that it prefers do not. One for CUDA where there
+    is no GPU is nothing to speak of.
+
+    Args:
+        folder: of the archive; every file is checked against its card.
+        gpu: index of the GPU that the server assigned to this process; None: no GPU.
+
+    Returns:
+        The artifact, opened and warm, and how it is to be served.
+
+    Raises:
+        CardError: a file does not match the card, or there is no ``serving.json``.
+        EngineError: no execution works here, or not the first and the file is strict; each is named, with its reason.
+    """
+    card = read_card(folder)  # the files themselves are checked before one is opened
+    serving = read_serving(folder)
+    if serving is None:
+        raise CardError(f"{folder}: there is no {SERVING_FILE}, which says what runs it; pack it again")
+    predictor = first_working(
+        card.name, serving, lambda execution, passed: _open(folder, execution, gpu, serving, passed)
+    )
+    _log(predictor)
+    return predictor, serving
+
+
+def first_working(
+    name: str, serving: Serving, opened: Callable[[Execution, tuple[PassedOver, ...]], Predictor]
+) -> Predictor:
+    """The first of an archive's executions that works, with the decoder that its ``serving.json`` names.
+
+    Args:
+        name: of the artifact, for messages.
+        serving: says which executions, in order, and which decoder.
+        opened: opens the artifact for an execution, and is told of those that were passed over before.
+
+    Raises:
+        CardError: ``opened`` raised one: a file does not match the card.
+        EngineError: no execution works here, or not the first and the file is strict; each is named, with its reason.
+    """
+    passed: list[PassedOver] = []
+    for execution in serving.executions:
+        told = tuple(entry for entry in passed if entry.reason != NO_GPU)
+        try:
+            predictor = opened(execution, told)
+        except CardError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a library may fail in any way; the next may do
+            passed.append(PassedOver(_named(execution), message_of(error)))
+        else:
+            _add_decoder(predictor, serving)
+            return predictor
+        if serving.strict:
+            break
+    reasons = "; ".join(f"{entry.execution}: {entry.reason}" for entry in passed)
+    rule = f" ({SERVING_FILE} is strict: nothing else may)" if serving.strict else ""
+    raise EngineError(f"{name}: what should run it does not work here{rule}: {reasons}")
+
+
+def _open(
+    folder: Path, execution: Execution, gpu: int | None, serving: Serving, passed: tuple[PassedOver, ...]
+) -> Predictor:
+    """The artifact, opened and warm.
+
+    Raises:
+        EngineError: the engine does not work here, or does not run this file.
+        Exception: whatever its library raises.
+    """
+    if execution.device_type == "cuda":
+        if gpu is None:
+            raise EngineError(NO_GPU)
+        execution = replace(execution, device=f"cuda:{gpu}")
+        if torch.cuda.is_available():
+            torch.cuda.set_device(gpu)
+    if (reason := unavailable(execution.engine, execution.device_type)) is not None:
+        raise EngineError(reason)
+    # Before anything runs: the threads of an engine that was tried before would otherwise be this one's.
+    settle(execution, computes_with_torch=find_engine(execution.engine).computes_with_torch)
+    predictor = Predictor(folder, execution, max_batch=serving.batch_size, budget=serving.allowance, passed_over=passed)
+    predictor.accuracy = evidence_for(serving.evidence, execution)
+    predictor.warm_up(warm_sizes(execution.buckets, serving.batch_size), repeats=2)
+    return predictor
+
+
+def _add_decoder(predictor: Predictor, serving: Serving) -> None:
+    """Open what ``serving`` wants to decode with; the runtime's own does it where that does not work.
+
+    Raises:
+        EngineError: it does not work, and the file is strict.
+    """
+    try:
+        predictor.decoder = open_decoder(serving.decoder, predictor.device)
+    except (EngineError, UserError) as error:
+        if serving.strict:
+            raise EngineError(f"{predictor.card.name}: {error} ({SERVING_FILE} is strict: nothing else may)") from None
+        predictor.passed_over = (*predictor.passed_over, PassedOver(f"decoder {serving.decoder}", str(error)))
+
+
+def _named(execution: Execution) -> str:
+    """An execution in one word, also if its engine is not here."""
+    try:
+        return execution_id(execution)
+    except PipelineError:
+        return execution.engine
+
+
+def _log(predictor: Predictor) -> None:
+    told = predictor.describe()
+    _LOG.info(
+        "%s: runs by %s (%s, threads: %d)", told["artifact"], told["execution"], told["provider"], told["threads"]
+    )
+    if told["decoder"] != CPU:
+        _LOG.warning(
+            "%s: images are decoded by %s, with other pixels than its accuracy was measured on",
+            told["artifact"],
+            told["decoder"],
+        )
+    engine = find_engine(predictor.execution.engine)
+    if (missing := unset(predictor.execution, computes_with_torch=engine.computes_with_torch)) is not None:
+        _LOG.warning("%s: %s", told["artifact"], missing)
+    for entry in predictor.passed_over:
+        _LOG.warning("%s: passed over %s: %s", told["artifact"], entry.execution, entry.reason)

@@ -1,0 +1,121 @@
+"""Images on their way to the network: headers first, then one decoded at a time, within a budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..card.budget import Account, Backlog, Budget
+from ..card.card import Preprocessing
+from ..decoders.base import Decoder
+from ..errors import ImageError, Refusal
+from ..images.headers import Header, faults_named, read_header
+from ..images.image_preprocessing import decode, fit
+
+#: The server's fault, not the image's: with less to do beside it, it would be answered.
+NO_MEMORY = Refusal(503, "the server has too little memory for the image now: try again later")
+
+
+def load_within(
+    items: Sequence[bytes], preprocessing: Preprocessing, budget: Budget, decoder: Decoder | None = None
+) -> Iterator[tuple[int, torch.Tensor | Refusal]]:
+    """Load the encoded images of one request within ``budget``.
+
+    An image is decoded when it is asked for, so that a caller holds no more of them than it keeps.
+
+    Args:
+        items: encoded images (see `image_preprocessing.decode`).
+        preprocessing: what the network takes.
+        budget: what all this may cost.
+        decoder: what decodes those images that it takes; None: nothing but the runtime's own.
+
+    Yields:
+        The index of an item, and its ``uint8`` image of shape ``preprocessing.shape`` or why there is none;
+        each item once, the refused ones in any order.
+    """
+    account = Account(budget)
+    headers: dict[int, Header] = {}
+    for index, item in enumerate(items):
+        with account.charged():
+            header = account.late() or header_of(item, budget)
+        if isinstance(header, Refusal):
+            yield index, header
+        else:
+            headers[index] = header
+    refusal = Backlog(budget).admit([header.pixels for header in headers.values()])
+    for index, header in headers.items():
+        found: torch.Tensor | Refusal | None = refusal or account.late()
+        if found is None:
+            with account.charged():
+                (loaded,) = load_items([items[index]], preprocessing, budget, [header], decoder)
+            found = loaded.image
+        yield index, found
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What became of one encoded image: ``uint8`` of the network's input shape, or why there is none.
+
+    ``decode`` and ``fit`` are the seconds that each half took.
+    """
+
+    image: torch.Tensor | Refusal
+    decode: float = 0.0
+    fit: float = 0.0
+
+
+def header_of(item: bytes, budget: Budget) -> Header | Refusal:
+    """As `read_header`, with a refusal for whatever it raises. Safe to call from several threads."""
+    try:
+        return read_header(item, budget)
+    except ImageError as error:
+        return error.refusal
+    except MemoryError:
+        return NO_MEMORY
+
+
+def load_items(
+    items: Sequence[bytes],
+    preprocessing: Preprocessing,
+    budget: Budget,
+    headers: Sequence[Header],
+    decoder: Decoder | None = None,
+) -> list[Loaded]:
+    """Load images whose headers were read, by ``decoder`` those that it takes and can decode, the others one by one.
+
+    Safe to call from several threads.
+
+    Raises:
+        BrokenError: the decoder's device is lost to this process.
+    """
+    found: dict[int, Loaded] = {}
+    taken = [number for number, header in enumerate(headers) if decoder and decoder.accepts(header, preprocessing)]
+    if decoder is not None and taken:
+        started = time.perf_counter()
+        try:
+            images = decoder.load([items[i] for i in taken], [headers[i] for i in taken], preprocessing)
+        except MemoryError:
+            images = [None] * len(taken)  # one by one they need less
+        seconds = (time.perf_counter() - started) / len(taken)
+        found = {i: Loaded(image, seconds) for i, image in zip(taken, images, strict=True) if image is not None}
+    return [
+        found[i] if i in found else load_item(item, preprocessing, budget, headers[i]) for i, item in enumerate(items)
+    ]
+
+
+def load_item(item: bytes, preprocessing: Preprocessing, budget: Budget, header: Header) -> Loaded:
+    """As `image_preprocessing.load`, with a refusal for whatever it raises. Safe to call from several threads."""
+    started = decoded = time.perf_counter()
+    try:
+        image = decode(item, preprocessing.channels, budget, header, preprocessing.pixel_max)
+        decoded = time.perf_counter()
+        with faults_named(budget):
+            image = fit(image, preprocessing)
+    except ImageError as error:
+        return Loaded(error.refusal, time.perf_counter() - started)
+    except MemoryError:
+        return Loaded(NO_MEMORY, time.perf_counter() - started)
+    return Loaded(image, decoded - started, time.perf_counter() - decoded)

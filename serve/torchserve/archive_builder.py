@@ -1,0 +1,205 @@
+"""Packs an artifact folder into a TorchServe archive (``.mar``) that needs nothing of this project installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+from pathlib import Path
+
+import yaml
+
+import serve
+from serve.archive.archive_file import (
+    CLASSES_FILE,
+    CONFIG_FILE,
+    CREATED_ON,
+    HANDLER_FILE,
+    MANIFEST_FILE,
+    MODEL_VERSION,
+    OpenArchive,
+    card_bytes,
+    check_model_name,
+    json_bytes,
+    write_zip,
+)
+from serve.common.options import ServingOptions
+from serve.runtime.card.card import CARD_FILE, Card, load_card
+from serve.runtime.card.known_answer import KNOWN_FILE, read_known
+from serve.runtime.card.serving import SERVING_FILE, Serving, read_serving
+from serve.runtime.engines.base import chain_for, engines_for, execution_id, find_engine
+from serve.runtime.errors import CardError, UserError
+
+# What Python imports by its name, also if a card calls it the model file: the worker's path begins with the archive.
+_CODE = (".py", ".pyc", ".so")
+
+# What the handler imports of the package beside the runtime.
+_BESIDE_THE_HANDLER = ("__init__.py", "torchserve/__init__.py", "torchserve/metrics.py")
+
+_CONFIG_HEAD = """\
+# What TorchServe reads of serving.json, which the handler obeys. Times are in seconds where not said otherwise; a
+# lone request waits the whole of maxBatchDelay, in ms. A batch is two of the network's.
+"""
+
+# A worker is given nothing before all that it has is answered: of two batches it decodes one while it computes the
+# other. What that is worth, `make bench-serve` tells with another number here: the share of "in process, pipelined".
+_BATCHES_AT_ONCE = 2
+
+
+def build_archive(
+    artifact_folder: Path, destination: Path, *, model_name: str, options: ServingOptions | None = None
+) -> Path:
+    """Pack an artifact into ``destination``, atomically; the same artifact gives the same bytes.
+
+    The archive holds the model file, its card (restricted to the files that travel), the class names,
+    the handler and the runtime, ``serving.json``, and of that what TorchServe itself reads; and ``known.json``, where
+    the folder has one.
+
+    Args:
+        artifact_folder: holds ``card.json`` and the files that it names, and perhaps how the artifact is served.
+        destination: the ``.mar`` to write; its folder is made.
+        model_name: the name that TorchServe serves it by.
+        options: how it is served otherwise than the folder says, or than is usual.
+
+    Returns:
+        ``destination``.
+
+    Raises:
+        CardError: the folder is not a whole artifact.
+        UserError: ``model_name`` is not a legal name, the artifact cannot be served so, or ``destination`` cannot be
+            written.
+    """
+    check_model_name(model_name)
+    card = load_card(artifact_folder)
+    serving = serving_of(artifact_folder, card, options)
+    travelling = {name: card.files[name] for name in _files_to_serve(card)}
+    packed: dict[str, bytes] = {
+        CLASSES_FILE: json_bytes({str(index): label for index, label in enumerate(card.classes)}),
+        SERVING_FILE: serving.text.encode(),
+        CONFIG_FILE: model_config(serving).encode(),
+        MANIFEST_FILE: _manifest(model_name, card),
+        **_runtime(card),
+    }
+    if (known := read_known(artifact_folder)) is not None:
+        if len(known.logits) != len(card.classes):
+            raise CardError(
+                f"{artifact_folder / KNOWN_FILE}: has {len(known.logits)} logits for {len(card.classes)} classes"
+            )
+        packed[KNOWN_FILE] = known.text.encode()
+    # The card in the archive answers for everything else in it, too.
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in packed.items()}
+    entries: dict[str, bytes | Path] = {
+        **{name: artifact_folder / name for name in travelling},
+        **packed,
+        CARD_FILE: card_bytes(dataclasses.replace(card, files=travelling, packed=hashes)),
+    }
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        write_zip(destination, entries)
+    except OSError as error:
+        raise UserError(f"{destination}: cannot be written ({error.strerror or error})") from None
+    return destination
+
+
+def foreign_parts(archive: OpenArchive, card: Card) -> list[str]:
+    """What in an archive TorchServe would run or obey and this installation would not pack there, by path.
+
+    Args:
+        archive: has passed its `check`: its files have the hashes that the card names.
+        card: its card.
+
+    Raises:
+        CardError: its ``serving.json`` is no such file.
+    """
+    serving = archive.serving()
+    own = {
+        **_runtime(card),
+        CONFIG_FILE: model_config(serving).encode(),
+        MANIFEST_FILE: _manifest(archive.name(), card),
+    }
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in own.items()}
+    data = {
+        name for name in (CLASSES_FILE, SERVING_FILE, KNOWN_FILE, *_files_to_serve(card)) if not name.endswith(_CODE)
+    }
+    packed = {**card.files, **card.packed}
+    return sorted(name for name, digest in packed.items() if name not in data and hashes.get(name) != digest)
+
+
+def _runtime(card: Card) -> dict[str, bytes]:
+    """The handler and what it runs on, by their paths in the archive.
+
+    An engine of another distribution travels as one of the runtime's own, so that nothing of it need be installed.
+
+    Raises:
+        UserError: that engine's file has the name of one of the runtime's.
+    """
+    package = Path(serve.__file__).parent
+    sources = {HANDLER_FILE: package / "torchserve" / "handler.py"}
+    sources |= {f"serve/{name}": package / name for name in _BESIDE_THE_HANDLER}
+    sources |= {source.relative_to(package.parent).as_posix(): source for source in (package / "runtime").rglob("*.py")}
+    for entry in engines_for(card):
+        engine = Path(inspect.getfile(entry.open))
+        if engine not in sources.values():
+            place = f"serve/runtime/engines/{engine.name}"
+            if place in sources:
+                raise UserError(f"{engine}: the runtime has an engine of its own in a file of that name; rename it")
+            sources[place] = engine
+    return {name: source.read_bytes() for name, source in sources.items()}
+
+
+def serving_of(artifact_folder: Path, card: Card, options: ServingOptions | None = None) -> Serving:
+    """How an artifact is served: as its folder says, or as is usual; and what ``options`` set of it.
+
+    Raises:
+        CardError: the folder's ``serving.json`` is no such file.
+        UserError: one of the executions cannot be of this artifact.
+    """
+    serving = read_serving(artifact_folder) or Serving(chain_for(card))
+    if options is not None:
+        serving = options.over(serving, card)
+    for execution in serving.executions:
+        entry = find_engine(execution.engine)
+        entry.settings(execution.options)
+        if (reason := entry.never_runs(card, execution.device)) is not None:
+            raise UserError(f"{card.name} cannot be served by {execution_id(execution)}: {reason}")
+    return serving
+
+
+def model_config(serving: Serving) -> str:
+    """The text of ``model-config.yaml``: what TorchServe itself reads of how an artifact is served.
+
+    One image at a time stays one.
+    """
+    config: dict[str, object] = {
+        "minWorkers": serving.workers,
+        "maxWorkers": serving.workers,
+        "batchSize": 1 if serving.batch_size == 1 else _BATCHES_AT_ONCE * serving.batch_size,
+        "maxBatchDelay": serving.max_batch_delay_ms,
+        "responseTimeout": serving.response_timeout_s,
+        "startupTimeout": serving.startup_timeout_s,
+    }
+    devices = {execution.device for execution in serving.executions[: 1 if serving.strict else None]}
+    if len(devices) == 1:  # left out, TorchServe assigns a GPU where there is one
+        config["deviceType"] = "cpu" if devices == {"cpu"} else "gpu"
+    return _CONFIG_HEAD + yaml.safe_dump(config, sort_keys=False)
+
+
+def _files_to_serve(card: Card) -> list[str]:
+    """The model file and what its engines keep beside it, such as an ONNX graph's ``model.onnx.data``."""
+    own = {card.file, *(f"{card.file}{ending}" for entry in engines_for(card) for ending in entry.companions)}
+    return sorted(own & card.files.keys())
+
+
+def _manifest(model_name: str, card: Card) -> bytes:
+    from model_archiver.manifest_components.manifest import Manifest, RuntimeType
+    from model_archiver.manifest_components.model import Model
+
+    model = Model(
+        model_name=model_name,
+        serialized_file=card.file,
+        handler=HANDLER_FILE,
+        model_version=MODEL_VERSION,
+        config_file=CONFIG_FILE,
+    )
+    manifest = Manifest(runtime=RuntimeType.PYTHON.value, model=model)
+    return json_bytes({**manifest.manifest_dict, "createdOn": CREATED_ON})

@@ -1,0 +1,147 @@
+"""What an archive knows an answer to: written and read alike, packed, asked for when it is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve.archive.archive_file import check_archive, instructions_in
+from serve.archive.verification import Policy
+from serve.asgi.process.model_loader import load
+from serve.asgi.process.serving_plan import Wanted
+from serve.runtime.card.card import read_card, write_card
+from serve.runtime.card.known_answer import KNOWN_FILE, KnownAnswer, parse_known, read_known
+from serve.runtime.errors import CardError
+from serve.torchserve.archive_builder import build_archive
+from serve.torchserve.staging import stage
+from serve.torchserve.state import ServedModel
+from tests.serve import artifacts
+
+LOGITS = st.lists(st.floats(-50, 50, allow_nan=False), min_size=1, max_size=20)
+
+
+@given(st.binary(min_size=1), LOGITS, st.floats(0, 1))
+def test_what_is_written_is_read(image: bytes, logits: list[float], tolerance: float) -> None:
+    known = KnownAnswer(image, tuple(logits), "openvino", tolerance)
+    assert parse_known(known.text, Path(KNOWN_FILE)) == known
+
+
+@given(st.text(max_size=60) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
+def test_what_is_something_else_is_refused_in_one_line(document: str) -> None:
+    with pytest.raises(CardError, match=KNOWN_FILE):
+        parse_known(document, Path(KNOWN_FILE))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"image": ""}, {"image": "&"}, {"logits": []}, {"logits": ["1"]}, {"tolerance": 2}, {"schema": 2}, {"more": 1}],
+)
+def test_a_field_that_is_wrong_is_refused(change: dict[str, object]) -> None:
+    body = json.loads(KnownAnswer(b"x", (1.0, 2.0), "openvino").text) | change
+    with pytest.raises(CardError):
+        parse_known(json.dumps(body), Path(KNOWN_FILE))
+
+
+@given(LOGITS, st.data())
+def test_the_difference_is_that_of_the_log_probabilities(logits: list[float], data: st.DataObject) -> None:
+    shifted = [logit + data.draw(st.floats(-1, 1)) for logit in logits]
+    expected = (
+        (torch.tensor(logits).double().log_softmax(0) - torch.tensor(shifted).double().log_softmax(0)).abs().max()
+    )
+    found = KnownAnswer(b"x", tuple(logits), "any").difference(torch.tensor(shifted).double().softmax(0).tolist())
+    assert found <= 2.0 + 1e-6  # twice the largest shift
+    if torch.tensor(logits).double().log_softmax(0).min() > -58:
+        assert found == pytest.approx(expected.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("probabilities", [[1.0], [math.nan, 0.5], [2.0, 0.0], [-1.0, 0.5], [0.0, 0.0]])
+def test_what_is_no_answer_differs_beyond_any_tolerance(probabilities: list[float]) -> None:
+    known = KnownAnswer(b"x", (1.0, 2.0), "any", tolerance=1.0)
+    assert known.difference(probabilities) > known.allowed
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return artifacts.know(artifacts.torchscript(tmp_path_factory.mktemp("known") / "script"))
+
+
+def test_an_archive_takes_it_along_and_is_asked_for_it(artifact: Path, tmp_path: Path) -> None:
+    archive = build_archive(artifact, tmp_path / "tiny.mar", model_name="tiny")
+    assert KNOWN_FILE in check_archive(archive).packed
+    served = load(Wanted("tiny", "1.0", archive), gpu=None, queue=None, policy=Policy())
+    served.service.close()
+    assert "the known image is answered as by torchscript" in served.checked[-1]
+    assert served.unchecked == ""
+
+
+def test_where_nothing_is_known_that_is_said_and_may_be_refused(artifact: Path, tmp_path: Path) -> None:
+    known = build_archive(artifact, tmp_path / "known.mar", model_name="known")
+    (tmp_path / "folder").mkdir()
+    for path in artifact.iterdir():
+        if path.name != KNOWN_FILE:
+            (tmp_path / "folder" / path.name).write_bytes(path.read_bytes())
+    unknown = build_archive(tmp_path / "folder", tmp_path / "unknown.mar", model_name="unknown")
+    assert instructions_in(known).known == read_known(artifact)
+    assert instructions_in(unknown).known is None
+    served = load(Wanted("tiny", "1.0", unknown), gpu=None, queue=None, policy=Policy())
+    served.service.close()
+    assert served.unchecked == "its archive has no known.json"
+    assert served.checked[-1] == "not asked for a known answer: its archive has no known.json"
+    strict, model = Policy(known=True), ServedModel("tiny", "run", "tiny")
+    message = re.escape(f"{unknown}: cannot be checked before it is served (its archive has no known.json)")
+    with pytest.raises(CardError, match=message):
+        load(Wanted("tiny", "1.0", unknown), gpu=None, queue=None, policy=strict)
+    for pack in (None, lambda _, path: path.write_bytes(unknown.read_bytes())):  # as it is, or packed otherwise
+        with pytest.raises(CardError, match=message):
+            stage(tmp_path / "staged", model, unknown, pack, strict)
+    assert stage(tmp_path / "staged", model, known, None, strict) == instructions_in(known)
+
+
+@given(LOGITS, st.data())
+def test_an_answer_is_the_known_one_where_each_class_has_about_its_probability(
+    logits: list[float], data: st.DataObject
+) -> None:
+    known = KnownAnswer(b"x", tuple(logits), "openvino")
+    shifted = torch.tensor(logits).double() + torch.tensor([data.draw(st.floats(-3, 3)) for _ in logits])
+    by_class = dict(enumerate(shifted.softmax(0).tolist()))
+    if known.difference(list(by_class.values())) <= 0.1 * (max(logits) - min(logits)):
+        assert known.seen_in(by_class).startswith("the known image is answered as by openvino: ")
+    else:
+        with pytest.raises(CardError, match="its known image is not answered as when it was measured by openvino"):
+            known.seen_in(by_class)
+    for other in (dict(list(by_class.items())[1:]), by_class | {len(logits): 0.0}):
+        with pytest.raises(CardError, match="by inf, more than"):
+            known.seen_in(other)
+
+
+def test_an_archive_that_answers_otherwise_is_not_served(artifact: Path, tmp_path: Path) -> None:
+    card = read_card(artifact)
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    for path in artifact.iterdir():
+        (changed / path.name).write_bytes(path.read_bytes())
+    # Whole by every hash, and yet the wrong way to prepare an image.
+    write_card(
+        changed, dataclasses.replace(card, preprocessing=dataclasses.replace(card.preprocessing, std=(9.0,) * 3))
+    )
+    archive = build_archive(changed, tmp_path / "tiny.mar", model_name="tiny")
+    with pytest.raises(CardError, match="known image is not answered as when it was measured by torchscript"):
+        load(Wanted("tiny", "1.0", archive), gpu=None, queue=None, policy=Policy())
+
+
+def test_one_for_other_classes_is_not_packed(artifact: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in artifact.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    (other / KNOWN_FILE).write_text(KnownAnswer(b"x", (1.0, 2.0), "any").text)
+    with pytest.raises(CardError, match="2 logits for 5 classes"):
+        build_archive(other, tmp_path / "tiny.mar", model_name="tiny")
