@@ -168,6 +168,10 @@ def test_a_room_and_each_of_its_folders_has_few_files(room: str) -> None:
     assert not {each: count for each in inside if (count := len([*each.glob("*.py")])) > MOST_FILES}
 
 
+def test_every_room_of_serve_is_bounded_and_has_its_folders_in_order() -> None:
+    assert {f"serve.{path.parent.name}" for path in (ROOT / "serve").glob("*/__init__.py")} <= FOLDERS.keys()
+
+
 def test_every_room_has_a_floor_of_its_own() -> None:
     assert not [name for name in MODULES if "." in name and ".".join(name.split(".")[:2]) not in FLOORS]
 
