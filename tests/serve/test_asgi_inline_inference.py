@@ -29,7 +29,7 @@ from serve.runtime.service.protocol import Request
 from serve.runtime.service.service import Service
 from tests.serve import artifacts
 from tests.serve.stuck import Connect, Streams, Stuck, listening, settings, stand_in, stuck_model
-from tests.serve.test_asgi_fast_path import IMAGE, PING, counted, post, whole_answer
+from tests.serve.test_asgi_one_image import IMAGE, PING, counted, post, whole_answer
 from tests.serve.test_service import gated
 
 PATH = b"/predictions/stuck"
@@ -263,19 +263,20 @@ def test_a_loop_that_hangs_in_an_engine_ends_the_process(most_s: float, monkeypa
     assert threads == [1], "a team of threads for the loop would take the engine's cores"
 
 
-def test_the_networks_answer_is_that_of_its_own_thread(tmp_path: Path) -> None:
+def test_the_networks_answer_is_that_of_its_own_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gated(artifacts.onnx(tmp_path / "onnx", device="cpu")) as (service, gate):
         answers: list[bytes] = []
 
         async def do(connect: Connect) -> None:
             reader, writer = await connect()
-            for path in (PATH, b"/predictions/%73tuck"):
+            for most_s in (inline_inference._QUICK_S, 0.0):
+                monkeypatch.setattr(inline_inference, "_QUICK_S", most_s)
                 while not service._queues._idle:
                     await asyncio.sleep(0.001)
                 gate.threads.clear()
-                writer.write(post(path, artifacts.jpeg(1)))
+                writer.write(post(PATH, artifacts.jpeg(1)))
                 answers.append(await whole_answer(reader))
-                assert (gate.threads == {threading.get_ident()}) == (path == PATH)
+                assert (gate.threads == {threading.get_ident()}) == (most_s > 0)
 
         asking(service, do)
     first, second = ([line for line in answer.split(b"\r\n") if b"-timing" not in line] for answer in answers)

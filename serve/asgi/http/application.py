@@ -23,6 +23,7 @@ from serve.asgi.http.messages import (
     headers_of,
     no_memory,
     refusal_response,
+    try_again,
 )
 from serve.asgi.http.router import Router
 from serve.asgi.http.served_models import Models
@@ -76,13 +77,13 @@ class Application:
         self.notes: list[str] = []
         self.in_flight = 0
         self.held = Held(self.limits.held_bytes)
-        self.inline = InlineInference()
+        self.inline = InlineInference(lambda: self.in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request; see the ASGI specification, version 3."""
         if scope["type"] != "http":
             raise ValueError(f"only HTTP is served, not {scope['type']}")
-        call = Call(scope, receive, models=self.models, limits=self.limits, held=self.held)
+        call = Call(scope, receive, models=self.models, limits=self.limits, held=self.held, inline=self.inline)
         observation = call.observation
         self.in_flight += 1
         try:
@@ -156,8 +157,10 @@ class Application:
             if not route.public and self.tokens is not None:
                 self.tokens.check(call.headers.get("authorization", ""))
             return await route.handler(call)
-        except (ClientGoneError, asyncio.CancelledError):
+        except ClientGoneError:
             raise
+        except asyncio.CancelledError:  # by the HTTP server, when the time for its end is over
+            return self.failed(try_again("the server is ending: try again later", "ending"), call.observation)
         except Exception as error:  # noqa: BLE001 - one request's fault must not be the connection's
             return self.failed(error, call.observation)
 

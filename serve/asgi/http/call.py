@@ -13,10 +13,21 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from serve.asgi.http.inference_call import ClientGoneError, InferenceCall
-from serve.asgi.http.messages import FAULT, GONE, Receive, RefusedError, Scope, queue_full, slow_body, try_again
+from serve.asgi.http.messages import (
+    CONNECTION,
+    FAULT,
+    GONE,
+    Receive,
+    RefusedError,
+    Scope,
+    queue_full,
+    slow_body,
+    try_again,
+)
 from serve.runtime.service.observation import Observation, request_id
 
 if TYPE_CHECKING:
+    from serve.asgi.http.inline_inference import InlineInference
     from serve.asgi.http.served_models import Models, Served
     from serve.runtime.service.pending_request import Answered
     from serve.runtime.service.protocol import Request
@@ -82,7 +93,9 @@ class Call:
         models: who answers.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, *, models: Models, limits: Limits, held: Held) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, *, models: Models, limits: Limits, held: Held, inline: InlineInference
+    ) -> None:
         self.arrived = time.monotonic()
         self.method: str = scope["method"]
         self.headers: dict[str, str] = {
@@ -98,13 +111,16 @@ class Call:
         self._when_gone = self._extensions.get(GONE)
         self._limits = limits
         self._held = held
+        self._inline = inline
         self._kept = 0
         self._whole = False
         self._served: Served | None = None
 
-    @cached_property
+    @property
     def query(self) -> dict[str, str]:
         """The query's parameters; of one that came twice, the last."""
+        if not self._query:
+            return {}
         try:
             return dict(parse_qsl(self._query.decode("latin-1"), keep_blank_values=True, max_num_fields=100))
         except ValueError:
@@ -191,7 +207,9 @@ class Call:
             ClientGoneError: nobody waits for the answer; what was not computed yet will not be.
         """
         self.observation.images = len(request.images)
-        inference = InferenceCall(served, request, self.deadline)
+        who = self._extensions.get(CONNECTION)
+        here = who is not None and self._inline.allows(who, served, request)
+        inference = InferenceCall(served, request, self.deadline, self._inline.computing(who, served) if here else None)
         with self._watched(inference.abandon):
             answered = await inference.answered()
         self.observation.tell(answered)

@@ -1,4 +1,4 @@
-"""A connection's requests and answers: an answer in one write, without a task where that can be, and no body twice.
+"""A connection's requests and answers: an answer in one write, a refusal by its head without a task, no body twice.
 
 uvicorn 0.54 reads a body of any length behind an answer that was given early, and copies each body twice.
 """
@@ -13,12 +13,11 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from serve.asgi.http.call import Limits
-from serve.asgi.http.fast_request import FastRequest
 from serve.asgi.http.limited_connection import LimitedConnection
-from serve.asgi.http.messages import FAULT, GONE, WHOLE, Headers, RefusedError, Response, no_memory, try_again
+from serve.asgi.http.messages import CONNECTION, FAULT, GONE, WHOLE, Headers, RefusedError, Response, no_memory
 
 if TYPE_CHECKING:
-    from serve.asgi.http.fast_path import FastPath
+    from serve.asgi.http.early_refusal import EarlyRefusal
 
 _HEAD_END = b"\r\n\r\n"
 _CLOSE = (b"connection", b"close")
@@ -32,27 +31,20 @@ class GuardedConnection(LimitedConnection):
 
     Args:
         limits: what a client may cost.
-        fast_path: asked for each request that nothing is before on the connection, and told of what is no request.
+        early_refusal: asked for each request that nothing is before on the connection, and told of what is no request.
         settings: uvicorn's own.
     """
 
-    def __init__(self, limits: Limits, fast_path: FastPath, **settings: Any) -> None:
+    def __init__(self, limits: Limits, early_refusal: EarlyRefusal, **settings: Any) -> None:
         super().__init__(limits, **settings)
-        self._fast_path = fast_path
-        self._answered_fast = False  # by the fast path: of this request there is no cycle
+        self._early_refusal = early_refusal
+        self._refused_early = False  # by its head: of this request there is no cycle
         self._to_drop = 0  # bytes of the body of a request that was answered so
         self._dropped = 0  # those of them that the parser had
-        self._head_alone = False  # whether the parser has a head, and nothing behind it
-        self._fast: FastRequest | None = None  # the request that is answered so
-        self._behind = bytearray()  # what has come behind it
-        self._ending = False  # whether the connection is closed behind it
         self._tell_gone: Callable[[], None] | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
-        if self._fast is not None:
-            self._fast.abandon()
-            self._fast = None
         super().connection_lost(exc)
         if self._tell_gone is not None:
             self._tell_gone()
@@ -62,59 +54,20 @@ class GuardedConnection(LimitedConnection):
         if self._unreadable:
             return
         rest = memoryview(data)
-        if self._fast is not None:
-            rest = self._receive(self._fast, rest)
-        elif self._to_drop:
+        if self._to_drop:
             rest = self._drop(rest)
         elif not self._in_body and (end := data.find(_HEAD_END) + len(_HEAD_END)) >= len(_HEAD_END):
-            # By itself: the body of a request that is refused by its head, or is one image, needs no parser.
-            self._head_alone = not self._head_bytes  # or what was found may be the end of the next one
+            # By itself: the body of a request that is refused by its head needs no parser.
             self._take(rest[:end])
-            self._head_alone = False
-            rest = rest[end:]
-            rest = self._drop_body(rest) if self._fast is None else self._receive(self._fast, rest)
+            rest = self._drop_body(rest[end:])
         if rest:
             self._take(rest)
-        if self._answered_fast and self._in_body:
+        if self._refused_early and self._in_body:
             self._linger()
-
-    def _receive(self, request: FastRequest, data: memoryview) -> memoryview:
-        """Take in the body of a request that is answered without a task; what the parser is to read now."""
-        data = request.receive(data)
-        if self._fast is None:
-            return data
-        if data:
-            looked = len(self._behind) - len(_HEAD_END)
-            self._behind += data
-            # Read on until there is a request: of a client that is not read it is not known that it has gone.
-            if self._behind.find(_HEAD_END, max(0, looked)) >= 0 or len(self._behind) > HIGH_WATER_LIMIT:
-                self.flow.pause_reading()
-        return data[:0]
-
-    def answer_fast(self, request: FastRequest, response: Response, headers: Headers) -> None:
-        """Answer it."""
-        self._fast = None
-        self._write(response, headers, last=self._ending)
-        if request.left:  # what still comes of its body is passed over
-            self._answered_fast, self._in_body, self._to_drop = True, True, request.left
-        else:
-            self._renew_parser()
-        self.on_response_complete()
-
-    def go_on(self) -> None:
-        """Take up what has come behind it."""
-        behind, self._behind = self._behind.lstrip(b"\r\n"), bytearray()  # RFC 9112, 2.2
-        if behind and not self.transport.is_closing():
-            self.data_received(bytes(behind))
-
-    def end_fast(self) -> None:
-        """Wait no longer for a request that is answered without a task: the time for the server's end is over."""
-        if self._fast is not None:
-            self._fast.fail(try_again("the server is ending: try again later", "ending"))
 
     def _drop_body(self, data: memoryview) -> memoryview:
         """Begin to pass over a body behind its head, where its request is answered and its length known."""
-        if self._answered_fast and self._in_body:
+        if self._refused_early and self._in_body:
             length = next(
                 (int(value.lstrip(b"0") or b"0") for name, value in self.headers if name == b"content-length"), 0
             )
@@ -137,16 +90,14 @@ class GuardedConnection(LimitedConnection):
     def _begin_request(self) -> None:
         found = None
         if self._is_plain():
-            found = self._fast_path(self.parser.get_method(), self.url, self.headers, whole=self._head_alone)
+            found = self._early_refusal(self.parser.get_method(), self.url, self.headers)
         if found is None:
-            self._answered_fast = False
+            self._refused_early = False
             super()._begin_request()
             whole = functools.partial(self._answer, self.cycle)
-            self.scope["extensions"] = cast("Any", {WHOLE: whole, GONE: self._when_gone})
-        elif isinstance(found, FastRequest):
-            self._fast, found.connection = found, self
+            self.scope["extensions"] = cast("Any", {WHOLE: whole, GONE: self._when_gone, CONNECTION: self})
         else:
-            self._answered_fast, self._dropped = True, 0
+            self._refused_early, self._dropped = True, 0
             self._write(*found)
             self.on_response_complete()
             self._in_body = True  # its end has mostly come, too: see `data_received` for one that has not
@@ -154,7 +105,7 @@ class GuardedConnection(LimitedConnection):
     def on_body(self, body: bytes) -> None:
         """A part of its body is there."""
         self._chunked_bytes += len(body)
-        if self._answered_fast:
+        if self._refused_early:
             self._dropped += len(body)
             return
         cycle = self.cycle
@@ -181,20 +132,23 @@ class GuardedConnection(LimitedConnection):
             return
         self._in_body = False
         self._linger_timer.end()
-        if not self._answered_fast:
+        if not self._refused_early:
             super().on_message_complete()
         idle = self.timeout_keep_alive_task is None and not self.pipeline and not self.transport.is_closing()
-        if idle and (self._answered_fast or self.cycle.response_complete):
+        if idle and (self._refused_early or self.cycle.response_complete):
             self._lie_idle()
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for the one that is being answered."""
+        return len(self.pipeline)
 
     def shutdown(self) -> None:
         """The server ends: answer the request that is coming or on its way, and close.
 
         The answer tells the client that the connection is closed. Where nothing comes for a moment, nothing is lost.
         """
-        if self._fast is not None:
-            self._ending = True
-        elif self._is_idle:
+        if self._is_idle:
             self.loop.call_later(_ON_ITS_WAY_S, self._end_idle)
         else:
             super().shutdown()
@@ -237,7 +191,7 @@ class GuardedConnection(LimitedConnection):
     @property
     def _is_idle(self) -> bool:
         """Whether every request has its answer."""
-        return self._fast is None and (self.cycle is None or self.cycle.response_complete)
+        return self.cycle is None or self.cycle.response_complete
 
     def _is_plain(self) -> bool:
         """Whether nothing is before this request, and nothing ends after it."""
@@ -266,9 +220,9 @@ class GuardedConnection(LimitedConnection):
                 self._refuse(refused)
                 return
         elif not self._in_body:  # or it has its answer, and is closed in a moment: see `_linger`
-            self._write(*self._fast_path.unread(refused), last=True)
+            self._write(*self._early_refusal.unread(refused), last=True)
             return
-        self._fast_path.unread(refused)
+        self._early_refusal.unread(refused)
 
 
 def _extensions(cycle: RequestResponseCycle) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import uvloop
 
 from serve.asgi.http.call import Limits
 from serve.asgi.http.connection import GuardedConnection
-from serve.asgi.http.fast_path import FastPath
+from serve.asgi.http.early_refusal import EarlyRefusal
 from serve.asgi.http.listen_sockets import SocketFile
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def uvicorn_config(application: Application, settings: Settings) -> uvicorn.Conf
     tls = settings.listening.tls
     config = uvicorn.Config(
         application,
-        http=functools.partial(GuardedConnection, settings.limits, FastPath(application)),  # type: ignore[arg-type]
+        http=functools.partial(GuardedConnection, settings.limits, EarlyRefusal(application)),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -105,11 +105,9 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for what was accepted, and end what takes longer: uvicorn knows of what has a task."""
+        """Wait for what was accepted, and end what takes longer: uvicorn 0.54 cancels its task, and leaves it there."""
         await super().shutdown(sockets)
-        for connection in list(self.server_state.connections):
-            if isinstance(connection, GuardedConnection):
-                connection.end_fast()
+        await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
 
     async def _take_up(self, accepted: socket.socket) -> None:
         secure = self.config.ssl

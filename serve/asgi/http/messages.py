@@ -28,6 +28,8 @@ WHOLE: Final = "serve.whole"
 GONE: Final = "serve.gone"
 #: The ASGI extension of a connection that is there when the rest of a body cannot be read: the `RefusedError` for it.
 FAULT: Final = "serve.fault"
+#: The ASGI extension of a connection that says who asks: itself, with its requests that are ``waiting``.
+CONNECTION: Final = "serve.connection"
 #: Seconds after which who was refused for want of room may try again.
 RETRY_AFTER_S: Final = 1
 #: What tells them.

@@ -1,4 +1,4 @@
-"""Requests that are answered without an asyncio task: one image for one model, a full queue, and what is no request.
+"""What is refused without a task: a request for a model whose queue is full, and what is no request.
 
 Under overload most requests end with a full queue, and what they cost is taken from those that are answered.
 """
@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from serve.asgi.http.fast_request import FastRequest, image_bytes
 from serve.asgi.http.messages import Headers, RefusedError, Response, queue_full, refusal_response
 from serve.runtime.service.observation import Observation, request_id
 
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 _ROUTES = {2: "/predictions/{name}", 3: "/predictions/{name}/{version}"}
 
 
-class FastPath:
-    """Answers what needs no task for one application, and nothing else. Used in its event loop.
+class EarlyRefusal:
+    """Refuses for one application what needs no task. Used in its event loop.
 
     The answer, and what observers are told, are those that the application would give and tell.
 
@@ -33,37 +32,33 @@ class FastPath:
         self._application = application
 
     def __call__(
-        self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]], *, whole: bool
-    ) -> tuple[Response, Headers] | FastRequest | None:
-        """The answer to a request and all its headers, or what answers it; None: the application does.
+        self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]
+    ) -> tuple[Response, Headers] | None:
+        """The refusal of a request and all its headers; None: the application answers it.
 
         Args:
             method: in capitals.
             url: path and query, as they came.
             headers: with names in lower case.
-            whole: whether nothing behind the headers was parsed, so that a body can be given to who answers.
         """
         application = self._application
         if method not in (b"POST", b"PUT") or not url.startswith(b"/predictions/") or application.draining:
             return None
-        path, _, query = url.partition(b"?")
+        path = url.partition(b"?")[0]
         words = path[1:].split(b"/")
         route = _ROUTES.get(len(words))
         if route is None or b"%" in url:
             return None
         name, *version = (word.decode("latin-1") for word in words[1:])
         served = application.models.only(name, *version)
-        if served is None:
+        if served is None or (full := served.service.full) is None:
             return None
-        given, full = dict(headers), served.service.full
-        length = image_bytes(given, application.limits.body_bytes) if full is None and whole and not query else 0
-        if (full is None and not length) or not self._may_ask(given):
+        given = dict(headers)
+        if not self._may_ask(given):
             return None
         observation = Observation(
             request_id(given.get(b"x-request-id", b"").decode("latin-1")), route, served.name, served.version
         )
-        if full is None:
-            return FastRequest(application, served, observation, length)
         began = time.monotonic()
         kind, response = _refusal(served.name, full)
         observation.status, observation.refusals = response.status, (kind,)
