@@ -91,7 +91,7 @@ BIN := $(VENV)/bin
 
 .PHONY: help install optimize serve add replace remove stop status package test lint
 .PHONY: bench bench-cpu bench-gpu bench-quant bench-data bench-serve bench-attacks bench-decoding bench-intervals bench-models table-cifar zoo
-.PHONY: soak audit fuzz prose clean
+.PHONY: soak audit fuzz prose docs reference clean
 
 help: ## this list
 	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
@@ -139,6 +139,16 @@ $(VENV)/.installed-peers: $(VENV)/.installed
 $(VENV)/.installed-audit: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
 	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.installed-docs ## these documents as a site, in build/site
+	@$(BIN)/python -m tools.site
+
+reference: $(VENV)/.installed ## write docs/reference from the code
+	@$(BIN)/python -m tools.reference
 
 bench-cpu: $(VENV)/.installed-peers ## ours against NNCF, OpenVINO and ONNX Runtime; writes docs/benchmarks/cpu.md
 	$(BIN)/python -m benchmarks.cpu --store '$(STORE)' --write docs/benchmarks/cpu.md

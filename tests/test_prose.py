@@ -29,7 +29,7 @@ neither; does code
 
 def test_a_page_is_measured_by_its_paragraphs_and_list_items() -> None:
     assert prose.sentences(PAGE) == [
-        "You can set code here.",
+        "You can set CODE here.",
         "It is a number; the default is 8080.",
         "one item, two lines: the second",
         "another item",
@@ -37,6 +37,15 @@ def test_a_page_is_measured_by_its_paragraphs_and_list_items() -> None:
     found = prose.measure(PAGE)
     assert (found.words, found.sentences, found.longest, found.p90) == (5 + 8 + 6 + 2, 4, 8, 8)
     assert (found.mean, found.semicolons, found.you) == (21 / 4, 1000 / 21, 1 / 4)
+
+
+def test_a_wrapped_line_that_begins_with_a_number_goes_on_with_its_paragraph() -> None:
+    assert prose.sentences("It gives\n60. That is less.\n\n1. One\n2. two\n") == [
+        "It gives 60.",
+        "That is less.",
+        "One",
+        "two",
+    ]
 
 
 def test_a_page_without_sentences_has_no_words() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: The pages that are held to the aims, as patterns below the root. Pages of a guide also say "you".
-HELD = ("SECURITY.md",)
+HELD = ("SECURITY.md", "README.md", "docs/get-started.md", "docs/guides/*.md")
 GUIDES = ("docs/get-started.md", "docs/guides/*.md")
 
 _LIST_ITEM = re.compile(r"(?:[-*+]|\d+[.)])\s+")
@@ -57,21 +57,26 @@ def paragraphs(markdown: str) -> Iterator[str]:
     text = re.sub(r"<!--.*?-->", "", markdown, flags=re.DOTALL)
     text = re.sub(r"^( *)(```+|~~~+).*?^\1\2 *$", "", text, flags=re.MULTILINE | re.DOTALL)
     lines: list[str] = []
+    in_list = False
     for line in [*text.splitlines(), ""]:
         stripped = line.strip()
         left_out = re.match(r"\||#+ |:::|!!!|\?\?\?|<|\[[^\]]+\]: ", stripped)
-        if not stripped or left_out or _LIST_ITEM.match(stripped):
+        item = _LIST_ITEM.match(stripped)
+        if item and item[0][0].isdigit() and lines and not in_list:
+            item = None  # a paragraph goes on: its line happens to begin with "316."
+        if not stripped or left_out or item:
             if lines:
                 yield " ".join(lines)
             lines = []
+            in_list = bool(item)
         if stripped and not left_out:
-            lines.append(_LIST_ITEM.sub("", stripped, count=1))
+            lines.append(stripped[item.end() :] if item else stripped)
 
 
 def plain(paragraph: str) -> str:
     """Return a paragraph as it is read aloud: a link as its text, inline code as one word, no pictures."""
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", paragraph)
-    text = re.sub(r"(`+).+?\1", "code", text)
+    text = re.sub(r"(`+).+?\1", "CODE", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     return re.sub(r"\b(e\.g|i\.e|vs|etc)\.", r"\1", text)
 

@@ -175,7 +175,7 @@ def _described(name: str, field: FieldInfo, usual: Mapping[str, Any]) -> str:
 
 def _head(name: str, field: FieldInfo, usual: Mapping[str, Any]) -> str:
     default = f" = {usual[name]!r}" if name in usual else ""
-    return f"{name}: {_spelled(field.annotation)}{default}"
+    return f"{name}: {spelled(field.annotation)}{default}"
 
 
 def _paragraph(text: str) -> str:
@@ -183,17 +183,17 @@ def _paragraph(text: str) -> str:
     return "\n".join(lines)
 
 
-def _spelled(annotation: Any) -> str:
+def spelled(annotation: Any) -> str:
     """A type as it is written in code, without the modules' names."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " | ".join(map(repr, parts))
     if origin is typing.Annotated:  # whose validators are no word for users
-        return _spelled(parts[0])
+        return spelled(parts[0])
     if origin in (typing.Union, types.UnionType):
-        return " | ".join(map(_spelled, parts))
-    if origin in (dict, tuple, type, functools.partial) and Ellipsis not in parts:
-        return f"{origin.__name__}[{', '.join(map(_spelled, parts))}]"
-    if isinstance(annotation, type) and not typing.get_args(annotation):
-        return annotation.__name__
+        return " | ".join(map(spelled, parts))
+    if origin in (dict, tuple, type, functools.partial):
+        return f"{origin.__name__}[{', '.join(map(spelled, parts))}]"
+    if annotation is Ellipsis or (isinstance(annotation, type) and not parts):
+        return "..." if annotation is Ellipsis else annotation.__name__.replace("NoneType", "None")
     return str(annotation).replace("typing.", "").replace("NoneType", "None")

@@ -612,15 +612,17 @@ def test_what_a_content_type_makes_of_an_image_is_said(
         assert said in (told.get("error") or told["message"])
 
 
-README = Path(__file__).parents[2] / "README.md"
+DOCUMENTS = Path(__file__).parents[2] / "docs"
 
 
 def example(operated: Operated, language: str, image: Path) -> str:
-    """README's example of asking, with this server's address and files."""
-    blocks = re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    """The guide's example of a client, with this server's address and files."""
+    blocks = re.findall(
+        rf"```{language}\n(.*?)```", (DOCUMENTS / "guides" / "serve.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     (text,) = [block for block in blocks if "URL" in block]
-    (model,) = set(re.findall(r"/predictions/([\w.-]+)", text))  # the one that README's table recommends
-    assert f"★ {model.removeprefix('resnet18-')} " in README.read_text(encoding="utf-8")
+    (model,) = set(re.findall(r"/predictions/([\w.-]+)", text))  # the one that the table recommends
+    assert f"★ {model.removeprefix('resnet18-')} " in (DOCUMENTS / "get-started.md").read_text(encoding="utf-8")
     for written, meant in {
         f"http://127.0.0.1:8080/predictions/{model}": operated.url(f"/predictions/{QUICK}"),
         "model_store": str(operated.store),
@@ -631,7 +633,7 @@ def example(operated: Operated, language: str, image: Path) -> str:
     return str(text)
 
 
-def test_the_readmes_python_works(operated: Operated, tmp_path: Path) -> None:
+def test_the_guides_python_works(operated: Operated, tmp_path: Path) -> None:
     pytest.importorskip("requests")
     image = tmp_path / "picture.jpg"
     image.write_bytes(jpeg(1))
@@ -648,7 +650,7 @@ def test_the_readmes_python_works(operated: Operated, tmp_path: Path) -> None:
     assert len(set(printed)) == 1, "whoever asks, the answer is the same"
 
 
-def test_the_readmes_curl_works(operated: Operated, tmp_path: Path) -> None:
+def test_the_guides_curl_works(operated: Operated, tmp_path: Path) -> None:
     image = tmp_path / "picture.jpg"
     image.write_bytes(jpeg(1))
     script = example(operated, "console", image)

@@ -21,7 +21,6 @@ from serve import cli as serve_cli
 from serve.runtime.card.budget import SERVING
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
@@ -33,13 +32,17 @@ BLOCKS = [
 ]
 
 
+def joined(text: str) -> list[str]:
+    return text.replace("\\\n", " ").splitlines()
+
+
 def lines_of(*languages: str) -> list[str]:
-    return [line for _, language, text in BLOCKS if language in languages for line in text.splitlines()]
+    return [line for _, language, text in BLOCKS if language in languages for line in joined(text)]
 
 
 def commands(module: str) -> list[list[str]]:
     """The words after ``-m MODULE`` of every such command in a shell block, by python or torchrun."""
-    found = [re.search(rf"-m {module} (.*)", line.partition("  #")[0]) for line in lines_of("bash", "console")]
+    found = [re.search(rf"-m {module} (.*)", line.partition("  #")[0]) for line in lines_of("bash", "sh", "console")]
     return [shlex.split(match[1]) for match in found if match]
 
 
@@ -55,8 +58,8 @@ def numbers(text: str) -> list[float]:
     return [float(word.replace(",", "")) for word in re.findall(r"(?<![\w²-])\d[\d,]*(?:\.\d+)?", text)]
 
 
-def paragraph(beginning: str, end: str) -> str:
-    found = re.search(rf"{re.escape(beginning)}(.*?){re.escape(end)}", README, re.DOTALL)
+def paragraph(document: str, beginning: str, end: str) -> str:
+    found = re.search(rf"{re.escape(beginning)}(.*?){re.escape(end)}", DOCUMENTS[document], re.DOTALL)
     assert found is not None, beginning
     return found[1].replace("\n", " ")
 
@@ -68,7 +71,7 @@ def help_of(app: object, *words: str) -> str:
 
 
 def test_the_table_of_passes_is_the_registry() -> None:
-    table = re.search(r"^\| pass \| from \|.*?\n\n", README, re.MULTILINE | re.DOTALL)
+    table = re.search(r"^\| pass \| from \|.*?\n\n", DOCUMENTS["docs/guides/recipes.md"], re.MULTILINE | re.DOTALL)
     assert table is not None
     assert set(re.findall(r"^\| `([\w-]+)` \|", table[0], re.MULTILINE)) == set(passes())
 
@@ -92,9 +95,9 @@ def test_every_make_target_and_variable_exists() -> None:
         target, *variables = shlex.split(line)[1:]
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), line
         assert {variable.partition("=")[0] for variable in variables} <= known, line
-    table = re.search(r"^\| variable \|.*?\n\n", README, re.MULTILINE | re.DOTALL)
-    assert table is not None
-    assert set(re.findall(r"^\| `(\w+)` \|", table[0], re.MULTILINE)) <= known
+    table = set(re.findall(r"^\| ((?:`\w+` )+)\|", DOCUMENTS["docs/reference/variables.md"], re.MULTILINE))
+    assert "`MODEL` " in table
+    assert set(re.findall(r"\w+", " ".join(table))) <= known
 
 
 def test_every_name_that_is_no_file_has_a_rule() -> None:
@@ -113,7 +116,7 @@ def test_every_name_that_is_no_file_has_a_rule() -> None:
 def test_what_the_default_recipe_runs_is_said_where_it_is_chosen() -> None:
     ran = list(dict.fromkeys(stage.operation.name for stage in load_recipe(DEFAULT_RECIPE).stages))
     said = f"{', '.join(ran[:-1])} and {ran[-1]}"
-    (row,) = re.findall(r"^\| `RECIPE` \|.*$", README, re.MULTILINE)
+    (row,) = re.findall(r"^\| `RECIPE` \|.*$", DOCUMENTS["docs/reference/variables.md"], re.MULTILINE)
     assert said in row.replace("`", "")
     assert said in " ".join(help_of(cli.app, "run").replace("│", " ").split())
 
@@ -121,7 +124,9 @@ def test_what_the_default_recipe_runs_is_said_where_it_is_chosen() -> None:
 def test_every_recipe_is_legal(tmp_path: Path) -> None:
     recipes = {text: name for name, language, text in BLOCKS if language == "yaml" and "pass:" in text}
     assert {
-        "README.md",
+        "docs/guides/recipes.md",
+        "docs/guides/quantize.md",
+        "docs/guides/compress.md",
         "docs/explanations/training.md",
         "docs/design/pruning.md",
         "docs/design/lowbit.md",
@@ -142,9 +147,9 @@ def test_every_python_block_parses_and_names_what_the_api_has() -> None:
                 assert node.attr in opt.__all__
 
 
-def test_every_public_name_is_in_the_readme() -> None:
+def test_every_public_name_is_in_the_reference() -> None:
     for name in opt.__all__:
-        assert re.search(rf"\b{name}\b", README), name
+        assert re.search(rf"\b{name}\b", DOCUMENTS["docs/reference/api.md"]), name
 
 
 def test_every_link_leads_to_a_file_that_is_tracked() -> None:
@@ -194,23 +199,33 @@ def test_what_serving_costs_is_what_its_table_says() -> None:
         "our archive behind TorchServe",
         "TorchServe's image_classifier, FP32",
     )
-    told = paragraph("32 clients on the same machine: ", " ms ([docs/benchmarks/serve.md]")
-    rates, p50 = told.split("; at one client p50 is ")
+    told = paragraph("docs/guides/serve.md", "32 clients on the same machine, ", " ms ([benchmark]")
+    rates, p50 = told.split("At one client p50 is ")
     assert numbers(rates) == [numbers(table[name][4])[0] for name in subjects]
     alone = ("in process, one after the other", *subjects[1:])
     assert numbers(p50) == pytest.approx([numbers(table[name][5])[0] for name in alone], abs=0.0501)
+    told = paragraph("README.md", "With 32 clients our server gives ", " ([benchmark](docs/benchmarks/serve.md)")
+    assert numbers(told) == [numbers(rates)[1], numbers(rates)[3]]
 
 
 def test_what_int8_wins_is_what_its_table_says() -> None:
     table = measured("benchmarks/cpu.md", "resnet18")
     floats = [numbers(row[2])[0] for name, row in table.items() if name.startswith("float")]
     ours, nncf = (numbers(table[name][2])[0] for name in ("ours, onnx-int8 @ openvino", "NNCF @ openvino"))
-    told = paragraph("ResNet-18 at 224² takes ", "; ResNet-50 and MobileNetV2")
+    told = paragraph("README.md", "ResNet-18 at 224² takes ", " as NNCF's int8")
     assert numbers(told) == [ours, min(floats), nncf]
 
 
+def test_the_first_figure_is_that_of_the_table_of_the_first_run() -> None:
+    (times,) = numbers(paragraph("README.md", "**INT8 is ", " times as fast"))
+    (row,) = re.findall(r"^ ★ .*$", DOCUMENTS["docs/get-started.md"], re.MULTILINE)
+    (speed, _) = re.findall(r"([\d.]+)×", row)
+    assert times == pytest.approx(float(speed), abs=0.05)
+
+
 def test_the_budget_of_a_request_is_the_servers() -> None:
-    told = numbers(paragraph("counted from headers before anything is decoded: ", " scans of a progressive JPEG"))
+    beginning, end = "counts it from headers before it decodes anything: ", " scans of a progressive JPEG"
+    told = numbers(paragraph("docs/guides/serve.md", beginning, end))
     pixels = [SERVING.image_pixels, SERVING.request_pixels, SERVING.batch_pixels]
     others = [SERVING.request_seconds, SERVING.batch_seconds, SERVING.jpeg_scans]
     assert told == [*(count / 1e6 for count in pixels if count is not None), *others]
