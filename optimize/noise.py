@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Iterator
 
 #: Category and beginning of each message. All are of torch 2.14: TorchScript and quantized tensors are deprecated
-#: there and still the only way to write and run torch.ao's int8 modules; see README, "Limits". What the last two ask
-#: for is a matter of torch's own layers.
+#: there and still the only way to write and run torch.ao's int8 modules; see docs/explanations/limits.md. What the last
+#: two ask for is a matter of torch's own layers.
 _KNOWN: tuple[tuple[type[Warning], str], ...] = (
     (FutureWarning, r"`torch\.jit\.\w+` is deprecated"),
     (DeprecationWarning, r"`torch\.jit\.\w+` is deprecated"),
