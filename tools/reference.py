@@ -25,8 +25,8 @@ from optimize.passes.base import Pass, passes
 from optimize.run.recipe import Recipe
 from optimize.store.artifact import KIND_NAMES
 from serve import cli as serve_cli
-from serve.asgi.oip_grpc import STATUSES
-from serve.config import Config, defaults, spelled
+from serve.asgi.protocols.oip_grpc import STATUSES
+from serve.common.config import Config, defaults, spelled
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
