@@ -171,11 +171,9 @@ class Call:
             raise queue_full(self._served.name, full)
         if self.headers.get("content-encoding", "identity").lower() != "identity":
             raise RefusedError(415, "compressed bodies are not taken: send the image as it is", "content-encoding")
-        limit = self._limits.body_bytes
-        too_large = RefusedError(413, f"the body is larger than the limit of {limit} bytes", "too-large")
         length = self.headers.get("content-length", "")
-        if length.isdecimal() and len(length) < 20 and int(length) > limit:
-            raise too_large
+        if length.isdecimal() and len(length) < 20 and int(length) > self._limits.body_bytes:
+            raise self._too_large()
         chunks: list[bytes] = []
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + self._limits.body_s):
@@ -189,8 +187,8 @@ class Call:
                     chunk: bytes = message.get("body", b"")
                     self._keep(len(chunk))
                     chunks.append(chunk)
-                    if self._kept > limit:
-                        raise too_large
+                    if self._kept > self._limits.body_bytes:
+                        raise self._too_large()
         except TimeoutError:
             raise slow_body(self._limits.body_s) from None
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -222,6 +220,9 @@ class Call:
             self._served = None
         self._held.bytes -= self._kept
         self._kept = 0
+
+    def _too_large(self) -> RefusedError:
+        return RefusedError(413, f"the body is larger than the limit of {self._limits.body_bytes} bytes", "too-large")
 
     def _keep(self, size: int) -> None:
         self._kept += size

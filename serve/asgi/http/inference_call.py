@@ -64,7 +64,7 @@ class InferenceCall:
         computing = self._submit()
         loop = asyncio.get_running_loop()
         self._outcome = loop.create_future()
-        timer = loop.call_later(left, self._fail, self._late())
+        timer = loop.call_later(left, self._end_late)
         try:
             if computing.done():
                 self._settle(computing)
@@ -100,9 +100,12 @@ class InferenceCall:
         if error is None:
             self._outcome.set_result(computing.result())
         elif isinstance(error, TimeoutError | CancelledError):
-            self._fail(self._late())
+            self._end_late()
         else:  # an engine's library may fail in any way
             self._fail(RefusedError(500, f"the model failed: {one_line(error)}", "engine"))
+
+    def _end_late(self) -> None:
+        self._fail(self._late())
 
     def _fail(self, error: Exception) -> None:
         if self._outcome is not None and not self._outcome.done():
