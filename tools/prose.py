@@ -16,7 +16,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: The pages that are held to the aims, as patterns below the root. Pages of a guide also say "you".
-HELD = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/get-started.md", "docs/guides/*.md")
+HELD = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "docs/get-started.md",
+    "docs/guides/*.md",
+    *(
+        f"docs/explanations/{name}.md"
+        for name in ("limits", "measuring", "observability", "own-server", "store", "torchserve")
+    ),
+)
 GUIDES = ("docs/get-started.md", "docs/guides/*.md")
 
 _LIST_ITEM = re.compile(r"(?:[-*+]|\d+[.)])\s+")
