@@ -17,9 +17,8 @@ from pydantic import Field
 
 from optimize.context import Context
 from optimize.errors import PassError
-from optimize.export.onnx_graph.float_layers import keep_in_float
+from optimize.export.onnx_graph.exported_table import WRITTEN_FOR_CPUS
 from optimize.export.onnx_graph.half_layers import halve_layers
-from optimize.export.onnx_graph.image_quantizer import keep_rounding
 from optimize.export.onnx_graph.pixel_input import INPUT_TYPES, TakesPixels, entered, graph_input
 from optimize.export.onnx_graph.write import INPUT, run_onnx, save_changed
 from optimize.passes.base import Pass, register
@@ -111,12 +110,11 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
 
 def _write_for_engines(path: Path, target: Target, half: Sequence[str]) -> None:
     """Have engines compute what the graph says, and the layers of these names in FP16, in place."""
-    model, changes = onnx.load(str(path)), 0
-    if target.packed:
-        changes += keep_in_float(model) + keep_rounding(model)
+    model = onnx.load(str(path))
+    changed = target.packed and WRITTEN_FOR_CPUS.run(model, None)
     if half:
-        changes += halve_layers(model, half)
-    if changes:
+        changed = bool(halve_layers(model, half)) or changed
+    if changed:
         save_changed(model, path)
 
 

@@ -19,49 +19,21 @@ from torch.nn.modules.conv import _ConvNd
 from optimize.errors import NotApplicableError
 from optimize.export.program import write_script
 from optimize.quantization.choices import Chosen
-from optimize.quantization.graph.in_place_writes import name_written
-from optimize.quantization.graph.nodes import called_module
-from optimize.quantization.graph.repeated_calls import another_call
 from optimize.quantization.graph.torchao_memory import forgotten
-from optimize.quantization.lowering.amx.narrow_groups import put_groups_together
-from optimize.quantization.lowering.integer_biases import repack, round_biases
-from optimize.quantization.lowering.narrow_ranges import clamp_packed
+from optimize.quantization.lowering.packed_table import PACKED, Packing
 from optimize.quantization.lowering.qdq import quantized_weights, reference_form, reference_program
-from optimize.quantization.lowering.uneven_padding import embed_padding, pad_integers
 from optimize.quantization.observer_choice import Observer
 from optimize.quantization.observers import settle_weights
-from optimize.quantization.placement.attention_scores import call_softmax, free_scores
-from optimize.quantization.placement.between_layers import free_between, free_image
-from optimize.quantization.placement.float_calls import InFloat, free_masks, free_maxima, free_quotients, free_sizes
-from optimize.quantization.placement.global_pools import GlobalPool, free_last_pool
-from optimize.quantization.placement.inexact_layers import IN_FLOAT, free_inexact
-from optimize.quantization.placement.known_ranges import KNOWN_IN_FLOAT, free_given, free_known
-from optimize.quantization.placement.layer_outputs import free_outputs
-from optimize.quantization.placement.network_output import free_answer
-from optimize.quantization.placement.relu6 import bind, bound_relus
-from optimize.quantization.placement.residual_stream import free_stream
-from optimize.quantization.placement.scalar_operands import free_scalars
-from optimize.quantization.placement.single_place_means import flatten_places, free_means
-from optimize.quantization.rewrites.attention import write_out_attention
-from optimize.quantization.rewrites.batch_norms import with_factors
-from optimize.quantization.rewrites.call_rewrites import drop_empty, write_bounds, write_types
-from optimize.quantization.rewrites.computed_weights import store_weights
-from optimize.quantization.rewrites.constant_tensors import make_once
-from optimize.quantization.rewrites.eval_dropouts import drop_dropouts
-from optimize.quantization.rewrites.full_slices import drop_whole_slices
-from optimize.quantization.rewrites.functional_layers import lift_functions, write_out_padding
-from optimize.quantization.rewrites.resizes import free_resizes
-from optimize.quantization.rewrites.same_padding import write_out_same
-from optimize.quantization.rewrites.split_tensors import take_pieces
-from optimize.quantization.rewrites.wide_patches import unfold_patches
-from optimize.quantization.shared_observers import share_watchers
+from optimize.quantization.placement.float_calls import InFloat
+from optimize.quantization.placement.global_pools import GlobalPool
+from optimize.quantization.placement.inexact_layers import IN_FLOAT
+from optimize.quantization.placement.known_ranges import KNOWN_IN_FLOAT
+from optimize.quantization.prepared_table import OBSERVED, UNOBSERVED, Preparing
+from optimize.quantization.rewrites.traced_table import TRACED, Tracing
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE, Product
-from optimize.tracing.constants import attribute
 from optimize.tracing.foreign_layers import left_whole
-from optimize.tracing.naming import free_name
-from optimize.tracing.trace import note_shapes, trace
-from optimize.tracing.zero_padding import call_pads, fold_padding
+from optimize.tracing.trace import trace
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.model_files.program_file import save_program
 
@@ -92,69 +64,9 @@ def trace_calls(
         NotApplicableError: a norm has no running statistics.
     """
     graph_module = trace(module, example)
-    name_written(graph_module, example)
-    store_weights(graph_module)
-    with_factors(graph_module)
-    write_out_attention(graph_module, example, in_float)
-    write_out_same(graph_module, example)
-    lift_functions(graph_module)
-    write_out_padding(graph_module)
-    free_maxima(graph_module)
-    call_softmax(graph_module)
-    note_shapes(graph_module, example)  # of what attention has become, too
-    make_once(graph_module, example)
-    write_types(graph_module)
-    write_bounds(graph_module)
-    drop_empty(graph_module)
-    take_pieces(graph_module)
-    free_masks(graph_module)
-    free_sizes(graph_module)
-    free_quotients(graph_module)
-    free_resizes(graph_module)
-    flatten_places(graph_module)
-    drop_whole_slices(graph_module)
-    free_scalars(graph_module)
-    called: set[int] = set()
-    for number, node in enumerate(graph_module.graph.nodes):
-        if node.op != "call_module":
-            continue
-        layer = graph_module.get_submodule(str(node.target))
-        if id(layer) in called and next(layer.parameters(), None) is not None:
-            node.target = another_call(str(node.target), number)
-            graph_module.add_submodule(node.target, copy.deepcopy(layer))
-        called.add(id(layer))
-    _part(graph_module)
-    _untie(graph_module)
-    unfold_patches(graph_module)
-    fold_padding(graph_module)
-    call_pads(graph_module)
+    TRACED.run(graph_module, Tracing(example, in_float))
     graph_module.recompile()
     return graph_module
-
-
-def _part(module: fx.GraphModule) -> None:
-    """Give who reads a tensor of a layer that is called, too, one of its own, in place: an int8 layer's is a method."""
-    called = {id(called_module(module, node)) for node in module.graph.nodes if node.op == "call_module"}
-    for node in module.graph.nodes:
-        owner, _, _ = str(node.target).rpartition(".")
-        if node.op != "get_attr" or not owner or id(module.get_submodule(owner)) not in called:
-            continue
-        value: torch.Tensor = attribute(module, str(node.target))
-        node.target = free_name(module, f"{node.name}_beside")
-        if isinstance(value, nn.Parameter):
-            module.register_parameter(node.target, nn.Parameter(value.detach().clone(), value.requires_grad))
-        else:
-            module.register_buffer(node.target, value.detach().clone())
-
-
-def _untie(module: nn.Module) -> None:
-    """Give each layer parameters of its own, in place."""
-    known: set[int] = set()
-    for layer in module.modules():
-        for name, parameter in layer.named_parameters(recurse=False):
-            if id(parameter) in known:
-                setattr(layer, name, nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
-            known.add(id(parameter))
 
 
 def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tensor, target: Target) -> fx.GraphModule:
@@ -173,32 +85,16 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
     insert = prepare_qat_fx if module.training else prepare_fx
     unbound: frozenset[str] = frozenset()
     while True:
-        bounded = copy.deepcopy(module)
-        if not module.training:
-            drop_dropouts(bounded)
-        if target.packed:
-            free_last_pool(bounded, example)
-            free_inexact(bounded)
-            free_known(bounded)
-        bounds = bound_relus(bounded, mapping, but_not=unbound)
+        bounded, given = copy.deepcopy(module), Preparing(example, target, module.training, mapping, unbound)
+        UNOBSERVED.run(bounded, given)
         with forgotten(bounded):
             prepared: fx.GraphModule = insert(
                 bounded, mapping, (example,), whole, backend_config=target.backend_config()
             )
-        share_watchers(prepared, target)
-        lost = bind(prepared, bounds)
-        if not lost:
-            free_given(prepared)
-            free_scores(prepared)
-            free_means(prepared, target.backend_config())
-            free_stream(prepared)
-            free_answer(prepared)
-            if not target.packed:
-                free_outputs(prepared, target.backend_config())
-            free_between(prepared)
-            free_image(prepared)
+        OBSERVED.run(prepared, given)
+        if not given.lost:
             return prepared
-        unbound |= lost
+        unbound |= given.lost
 
 
 def choose(
@@ -246,24 +142,12 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
         NotApplicableError: torch.ao found nothing to quantize in this model.
     """
     settle_weights(prepared, example)
-    backend_config = target.backend_config()
     if not target.packed:
-        form = reference_form(prepared, example, backend_config)
+        form = reference_form(prepared, example, target.backend_config())
         return write_reference(form, example, target, folder, "torch has no kernels for them")
-    use_int8_kernels()
-    with forgotten(prepared):
-        converted = convert_fx(copy.deepcopy(prepared), backend_config=backend_config)
+    converted, form = packed_form(prepared, example, target)
     layers = quantized_layers(converted)
-    if not layers:
-        raise NotApplicableError(_NOTHING)
-    form = reference_form(prepared, example, backend_config)
-    repack(converted, round_biases(form))
-    pad_integers(converted, example)
-    embed_padding(converted)
-    put_groups_together(converted, example)
     program = reference_program(form, example)
-    _reshape_views(converted)
-    clamp_packed(converted, program.graph, example)
     save_program(program, folder / REFERENCE_FILE)
     file = write_script(converted, example, folder)
     return Product(
@@ -277,6 +161,29 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
             *_left_in_float(converted),
         ),
     )
+
+
+def packed_form(
+    prepared: fx.GraphModule, example: torch.Tensor, target: Target
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Torch's packed program of a model whose ranges are settled, and its reference form, with the same integers.
+
+    Args:
+        prepared: as for `write_quantized`; it is not changed.
+        example: ``float32 (N, C, H, W)``, N >= 2.
+        target: what the model was prepared for; it has packed kernels.
+
+    Raises:
+        NotApplicableError: torch.ao found nothing to quantize in this model.
+    """
+    use_int8_kernels()
+    with forgotten(prepared):
+        converted = convert_fx(copy.deepcopy(prepared), backend_config=target.backend_config())
+    if not quantized_layers(converted):
+        raise NotApplicableError(_NOTHING)
+    form = reference_form(prepared, example, target.backend_config())
+    PACKED.run(converted, Packing(form, example))
+    return converted, form
 
 
 def write_reference(form: fx.GraphModule, example: torch.Tensor, target: Target, folder: Path, why: str) -> Product:
@@ -308,18 +215,6 @@ def write_reference(form: fx.GraphModule, example: torch.Tensor, target: Target,
             "arithmetic, and its speed is not theirs",
         ),
     )
-
-
-def _reshape_views(converted: fx.GraphModule) -> None:
-    """Write views as reshapes, in place: what torch's integer kernels give lies channels last (2.11 to 2.14).
-
-    A view of it as rows, which the network can take of its own tensors, would be refused.
-    """
-    for node in converted.graph.nodes:
-        sizes = all(isinstance(size, int | fx.Node | tuple | list) for size in node.args[1:])  # and no type
-        if node.op == "call_method" and node.target == "view" and sizes and not node.kwargs:
-            node.target = "reshape"
-    converted.recompile()
 
 
 def _left_in_float(converted: fx.GraphModule) -> Iterator[str]:

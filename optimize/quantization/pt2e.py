@@ -29,9 +29,9 @@ from optimize.quantization.lowering.qdq import explicit_form
 from optimize.quantization.lowering.uneven_padding import CONVOLUTIONS, zeros_in_program
 from optimize.quantization.observer_choice import Observer
 from optimize.quantization.placement.between_layers import before_layers, fixed, integers_at
-from optimize.quantization.placement.global_pools import GlobalPool, free_last_pool
+from optimize.quantization.placement.global_pools import GlobalPool
+from optimize.quantization.prepared_table import UNOBSERVED_BY_PT2E, Preparing
 from optimize.quantization.ranges import Granularity, WeightObserver, cut, weight_observer
-from optimize.quantization.rewrites.eval_dropouts import drop_dropouts
 from optimize.quantization.targets import Target
 from optimize.tracing.aten_program import program_of
 from optimize.tracing.constants import attribute
@@ -103,9 +103,7 @@ def prepare_program(
     from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 
     whole = copy.deepcopy(module)
-    drop_dropouts(whole)
-    if target.packed:
-        free_last_pool(whole, example)
+    UNOBSERVED_BY_PT2E.run(whole, Preparing(example, target))
     _cut_weights(whole, watching, target.weight_max)
     program = program_of(whole, example).module()
     prepared: fx.GraphModule = prepare_pt2e(program, _TargetQuantizer(watching, target.weight_max))

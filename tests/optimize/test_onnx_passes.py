@@ -151,18 +151,18 @@ def test_an_operator_that_cannot_be_translated_is_named_in_one_line(tmp_path):
 
 
 def test_a_graph_that_is_not_valid_is_refused_in_one_line(monkeypatch, tmp_path):
-    def broken(graph: onnx.GraphProto) -> None:
-        graph.node[0].input[0] = "nothing"
+    def broken(model: onnx.ModelProto) -> None:
+        model.graph.node[0].input[0] = "nothing"
 
-    monkeypatch.setattr("optimize.export.onnx_graph.write._cast_first", broken)
+    monkeypatch.setattr("optimize.export.onnx_graph.write._drop_metadata", broken)
     with pytest.raises(PassError, match=r"^ONNX graph: it is not valid: ValidationError: .*nothing") as refused:
         export_onnx(nn.Flatten(), torch.randn(2, 1, 4, 4), tmp_path / "model.onnx")
     assert "\n" not in str(refused.value)
 
-    def mixed(graph: onnx.GraphProto) -> None:
-        graph.input[0].type.tensor_type.elem_type = TensorProto.FLOAT16
+    def mixed(model: onnx.ModelProto) -> None:
+        model.graph.input[0].type.tensor_type.elem_type = TensorProto.FLOAT16
 
-    monkeypatch.setattr("optimize.export.onnx_graph.write._cast_first", mixed)
+    monkeypatch.setattr("optimize.export.onnx_graph.write._drop_metadata", mixed)
     with pytest.raises(PassError, match=r"^ONNX graph: it is not valid: InferenceError: ") as refused:
         export_onnx(nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), torch.randn(2, 1, 4, 4), tmp_path / "model.onnx")
     assert "\n" not in str(refused.value)

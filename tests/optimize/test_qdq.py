@@ -24,7 +24,8 @@ from optimize.lint.files import read_graph
 from optimize.passes import onnx_int8
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
-from optimize.quantization.lowering.qdq import NarrowRange, explicit_form, verify
+from optimize.quantization.lowering.narrow_ranges import NarrowRange
+from optimize.quantization.lowering.qdq import explicit_form, verify
 from optimize.quantization.rewrites.full_slices import drop_whole_slices
 from optimize.store.artifact import REFERENCE_FILE
 from optimize.tracing.trace import note_shapes

@@ -14,8 +14,6 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from optimize.export.onnx_graph.write import INPUT
-
 _PIXELS = np.arange(256, dtype=np.float32)
 #: How far from a pixel its integer may be for OpenVINO to leave the quantizer out, and as much again: it compares with
 #: its own roundings of scale and shift.
@@ -32,17 +30,40 @@ def keep_rounding(model: onnx.ModelProto) -> bool:
         Whether it is one.
     """
     graph = model.graph
-    casts = [node for node in graph.node if node.op_type == "Cast" and node.input[0] == INPUT]
+    pixels = graph.input[0].name
+    casts = [node for node in graph.node if node.op_type == "Cast" and node.input[0] == pixels]
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     if len(casts) != 1 or not _nearly_pixels(graph, casts[0], constants):
         return False
     (cast,) = casts
-    name = f"{INPUT}_int32"
+    name = f"{pixels}_int32"
     graph.node.insert(
-        list(graph.node).index(cast), helper.make_node("Cast", [INPUT], [name], name=name, to=TensorProto.INT32)
+        list(graph.node).index(cast), helper.make_node("Cast", [pixels], [name], name=name, to=TensorProto.INT32)
     )
     cast.input[0] = name
     return True
+
+
+def cast_first(model: onnx.ModelProto) -> None:
+    """Let what asks for the shape of integer pixels ask for that of their floats, in place.
+
+    TensorRT (10 and 11) only casts ``uint8``.
+
+    Args:
+        model: any graph; one of floats stays as it is.
+    """
+    graph = model.graph
+    pixels = graph.input[0].name
+    casts = [node for node in graph.node if node.op_type == "Cast" and node.input[0] == pixels]
+    shapes = [node for node in graph.node if node.op_type == "Shape" and node.input[0] == pixels]
+    if not casts or not shapes:
+        return
+    for node in shapes:
+        node.input[0] = casts[0].output[0]
+    cast = onnx.NodeProto()
+    cast.CopyFrom(casts[0])
+    graph.node.remove(casts[0])
+    graph.node.insert(0, cast)
 
 
 def _nearly_pixels(graph: onnx.GraphProto, cast: onnx.NodeProto, constants: dict[str, NDArray[np.generic]]) -> bool:

@@ -21,15 +21,7 @@ _POSITIVE = (_ATEN.relu.default, _ATEN.relu_.default, _ATEN.sigmoid.default)
 _POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0, 0], False, True, None)
 
 
-def write_out_pools(module: fx.GraphModule) -> None:
-    """Write pools as what engines compute as torch does, in place: see the functions below."""
-    _write_out_means(module)
-    _write_out_shares(module)
-    _write_out_maxima(module)
-    _part_borders(module)
-
-
-def _write_out_means(module: fx.GraphModule) -> None:
+def write_out_means(module: fx.GraphModule) -> None:
     """Write a pool of all places as the mean that it is, in place.
 
     torch's own (2.14) decomposition gives the answer the layout of its input, by ``as_strided``, where that is
@@ -44,7 +36,7 @@ def _write_out_means(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _write_out_shares(module: fx.GraphModule) -> None:
+def write_out_shares(module: fx.GraphModule) -> None:
     """Write averages that divide by other numbers than those of places as ones that do not, times a share, in place.
 
     One that is divided by a number of its own: the exporter (torch 2.11 to 2.14) forgets that number. And one that
@@ -93,7 +85,7 @@ def _counts(graph: fx.Graph, ones: fx.Node, pool: fx.Node) -> fx.Node:
     return graph.call_function(torch.ops.aten.avg_pool2d.default, (filled, kernel, stride))
 
 
-def _write_out_maxima(module: fx.GraphModule) -> None:
+def write_out_maxima(module: fx.GraphModule) -> None:
     """Write maxima of so many places, where those of the images are no multiple, as ones of slices, in place.
 
     The exporter (torch 2.11 to 2.14) has no translation. Place ``i`` of ``n`` is the largest of those from
@@ -125,7 +117,7 @@ def _write_out_maxima(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _part_borders(module: fx.GraphModule) -> None:
+def part_borders(module: fx.GraphModule) -> None:
     """Put a maximum with the lowest float, which changes nothing, between zeros around an image and a pool, in place.
 
     ONNX Runtime (1.31, ``PadFusion``; 18136 of its pull requests) makes the zeros the pool's own border. That of a

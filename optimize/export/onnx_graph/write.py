@@ -7,7 +7,6 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -15,22 +14,8 @@ import torch
 from torch import nn
 
 from optimize.errors import PassError
-from optimize.export.onnx_graph.decompositions import decomposed_where_needed
-from optimize.export.onnx_graph.engine_rewrites import (
-    write_out_attention,
-    write_out_bounds,
-    write_out_circles,
-    write_out_copies,
-    write_out_norms,
-    write_out_slopes,
-)
-from optimize.export.onnx_graph.pool_rewrites import write_out_pools
-from optimize.export.onnx_graph.rule_memory import let_go
-from optimize.export.onnx_graph.translations import read_once
-from optimize.export.onnx_graph.type_promotion import promoted_by_notes
-from optimize.export.onnx_graph.untranslated import write_out_untranslated
-from optimize.export.onnx_graph.variances import write_out_deviations
-from optimize.tracing.aten_program import required_program, unplaced
+from optimize.export.onnx_graph.exported_table import EXPORTED, EXPORTING, WRITTEN
+from optimize.tracing.aten_program import required_program
 from optimize.tracing.equivalence import require_alike
 from serve.runtime.errors import one_line
 from serve.runtime.model_files.onnx_session import LITERAL_QDQ, cpu_session
@@ -65,34 +50,23 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         PassError: torch's exporter fails, or the graph has another input or output than those, or a fixed batch, or is
             none that ``onnx.checker`` passes.
     """
-    with _nothing_learned(module), unplaced(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    with EXPORTING.around(module, None), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         # The exporter reports progress on stdout and warns of its own internals.
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         exported = required_program(module, example)
-        write_out_pools(exported.graph_module)
-        write_out_circles(exported.graph_module)
-        write_out_attention(exported.graph_module)
-        write_out_norms(exported.graph_module)
-        write_out_slopes(exported.graph_module)
-        write_out_bounds(exported.graph_module)
-        write_out_deviations(exported.graph_module)
-        write_out_untranslated(exported.graph_module)
-        write_out_copies(exported)
-        with read_once(), decomposed_where_needed(), promoted_by_notes():
-            try:
-                program = torch.onnx.export(
-                    exported,
-                    dynamo=True,
-                    external_data=False,
-                    input_names=[INPUT],
-                    output_names=[OUTPUT],
-                    opset_version=opset,
-                )
-            except torch.onnx.OnnxExporterError as error:
-                raise PassError(f"torch's ONNX exporter cannot translate this model: {_reason(error)}") from error
-            finally:
-                let_go()
+        EXPORTED.run(exported, None)
+        try:
+            program = torch.onnx.export(
+                exported,
+                dynamo=True,
+                external_data=False,
+                input_names=[INPUT],
+                output_names=[OUTPUT],
+                opset_version=opset,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            raise PassError(f"torch's ONNX exporter cannot translate this model: {_reason(error)}") from error
     assert program is not None
     tensors = [tensor for _, tensor in (*module.named_parameters(), *module.named_buffers())]
     beside = sum(tensor.nbytes for tensor in tensors) > _LARGEST_FILE
@@ -103,28 +77,10 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         model = program.model_proto
     _name_batch(model)
     _drop_metadata(model)
-    _cast_first(model.graph)
+    WRITTEN.run(model, None)
     onnx.save(model, str(path))
     _check(str(path) if beside else model)
     return model
-
-
-@contextlib.contextmanager
-def _nothing_learned(module: nn.Module) -> Iterator[None]:
-    """Have no parameter ask for a gradient within the block.
-
-    Of a mask that is learned (biases of places, as MaxViT's) torch's kernel for attention would have to give one,
-    and another kernel computes it, whose answer has other strides. The exporter (torch 2.14) traces that one, looks at
-    the first afterwards, where images come as pixels, and fails on the view behind it.
-    """
-    learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in learned:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in learned:
-            parameter.requires_grad_(True)
 
 
 def _reason(error: torch.onnx.OnnxExporterError) -> str:
@@ -180,20 +136,6 @@ def save_changed(model: onnx.ModelProto, path: Path) -> None:
         graph.initializer.remove(tensor)
     _check(model)
     onnx.save(model, str(path))
-
-
-def _cast_first(graph: onnx.GraphProto) -> None:
-    """Let what asks for the shape of integer pixels ask for that of their floats: TensorRT only casts ``uint8``."""
-    casts = [node for node in graph.node if node.op_type == "Cast" and node.input[0] == INPUT]
-    shapes = [node for node in graph.node if node.op_type == "Shape" and node.input[0] == INPUT]
-    if not casts or not shapes:
-        return
-    for node in shapes:
-        node.input[0] = casts[0].output[0]
-    cast = onnx.NodeProto()
-    cast.CopyFrom(casts[0])
-    graph.node.remove(casts[0])
-    graph.node.insert(0, cast)
 
 
 def run_onnx(path: Path, batch: torch.Tensor, *, half: bool = False, literal: bool = False) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ def quantizing(node: Any) -> str:
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "quantized_decomposed":
         return target._schema.name.split("::")[1]
     return ""
+
+
+def quantizers(module: fx.GraphModule, operator: str) -> Iterator[fx.Node]:
+    """The nodes of a program that quantize or dequantize by this operator; they may be erased meanwhile."""
+    return (node for node in list(module.graph.nodes) if quantizing(node) == operator)
 
 
 def moved(node: Any) -> Any:

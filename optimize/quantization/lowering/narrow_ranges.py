@@ -1,15 +1,31 @@
-"""Activation ranges narrower than their type, in torch's packed programs: the clamp that its kernels leave out."""
+"""Activation ranges narrower than their type: the clamp that torch's packed kernels and its exporter leave out."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from optimize.quantization.graph.explicit_quantizers import quantizers
+
+_ATEN = torch.ops.aten
+#: The type range of each integer type that torch.ao produces here.
+_FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 #: The largest integer of ``quint8``.
 _LARGEST = 255
+
+
+@dataclass(frozen=True)
+class NarrowRange:
+    """An activation quantizer whose integers keep to ``[low, high]``, less than their type holds."""
+
+    scale: float
+    zero_point: int
+    low: int
+    high: int
 
 
 class _Quantized(fx.Interpreter):
@@ -83,3 +99,36 @@ def _computes(module: fx.GraphModule, node: fx.Node) -> bool:
         return hasattr(module.get_submodule(str(node.target)), "zero_point")
     kernel = getattr(node.target, "__module__", "") == "torch._ops.quantized"
     return node.op == "call_function" and (kernel or node.target is torch.quantize_per_tensor)
+
+
+def clamp_explicit(module: fx.GraphModule) -> list[NarrowRange]:
+    """Write the clamp of each activation range that is narrower than its integer type; returns them.
+
+    Of uint8, it is computed in integers behind the quantizer: in front of it, a float Clip would keep ONNX Runtime
+    (1.31) from seeing layer and quantizer side by side, and it would compute the layer in float. OpenVINO (2026.4)
+    makes it part of the layer in either place.
+    """
+    clamps = []
+    for node in quantizers(module, "quantize_per_tensor"):
+        value, scale, zero_point, low, high, dtype = node.args
+        assert isinstance(scale, float)
+        assert isinstance(zero_point, int)
+        assert isinstance(low, int)
+        assert isinstance(high, int)
+        assert isinstance(dtype, torch.dtype)
+        if (low, high) == _FULL_RANGE[dtype]:
+            continue
+        if dtype is torch.uint8:
+            readers = list(node.users)
+            with module.graph.inserting_after(node):
+                clamped = module.graph.call_function(_ATEN.clamp.default, (node, low, high))
+            for reader in readers:
+                reader.replace_input_with(node, clamped)
+        else:
+            with module.graph.inserting_before(node):
+                bounds = ((low - zero_point) * scale, (high - zero_point) * scale)
+                value = module.graph.call_function(_ATEN.clamp.default, (value, *bounds))
+        node.args = (value, scale, zero_point, *_FULL_RANGE[dtype], dtype)
+        clamps.append(NarrowRange(scale, zero_point, low, high))
+    module.recompile()
+    return clamps

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,49 +32,18 @@ from torch import fx, nn
 from optimize.errors import PassError
 from optimize.export.onnx_graph.write import export_onnx
 from optimize.lint.base import Finding, LintTarget, lint
-from optimize.quantization.graph.editing import computed
-from optimize.quantization.graph.explicit_quantizers import quantizing
+from optimize.quantization.graph.explicit_quantizers import quantizers, quantizing
 from optimize.quantization.graph.torchao_memory import forgotten
-from optimize.quantization.lowering.amx.group_widths import border_groups
-from optimize.quantization.lowering.amx.narrow_groups import put_explicit_groups_together
-from optimize.quantization.lowering.clamps import round_clamps
-from optimize.quantization.lowering.duplicates import content, merge_alike, write_aside
-from optimize.quantization.lowering.openvino.borders import keep_borders
-from optimize.quantization.lowering.openvino.concatenations import part_joined, read_joined
-from optimize.quantization.lowering.openvino.extremes import keep_extremes
-from optimize.quantization.lowering.openvino.norm_floors import raise_floors
-from optimize.quantization.lowering.openvino.reductions import keep_reductions
-from optimize.quantization.lowering.openvino.residual_sums import keep_sums
-from optimize.quantization.lowering.softmax_shares import keep_shares
-from optimize.quantization.lowering.tensorrt.one_row_pools import write_out_lines
-from optimize.quantization.lowering.tensorrt.overlapping_patches import write_out_folds
-from optimize.quantization.lowering.uneven_padding import put_padding, take_padding
-from optimize.quantization.rewrites.resizes import write_out_resizes
+from optimize.quantization.lowering.folded_weights import drop_unused_tensors
+from optimize.quantization.lowering.lowered_table import EXPLICIT, LOWERED, REQUANTIZED, Lowering
+from optimize.quantization.lowering.narrow_ranges import NarrowRange
 from optimize.quantization.targets import Target
 from optimize.tracing.aten_program import program_of, required_program
 from optimize.tracing.constants import constant_value
 from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT, VNNI_X86
 
-#: The type range of each integer type that torch.ao produces here.
-_FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
-
 #: What the linter calls each target.
 LINTED: dict[str, LintTarget] = {VNNI_X86: "cpu", ANY_X86: "x86", TENSORRT: "tensorrt"}
-
-_ATEN = torch.ops.aten
-
-#: Operators that give what they are given, in eval mode.
-_AS_IT_IS = (_ATEN.dropout.default, _ATEN.alias.default, _ATEN.clone.default)
-
-
-@dataclass(frozen=True)
-class NarrowRange:
-    """An activation quantizer whose integers keep to ``[low, high]``, less than their type holds."""
-
-    scale: float
-    zero_point: int
-    low: int
-    high: int
 
 
 @dataclass(frozen=True)
@@ -125,17 +93,14 @@ def explicit_form(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     """
     module = required_program(module, example).module()
     assert isinstance(module, fx.GraphModule)
-    write_aside(module)
-    _fold_weights(module)
-    _drop_doubled(module)
-    merge_alike(module)
-    _drop_unused_tensors(module)
+    EXPLICIT.run(module, None)
+    drop_unused_tensors(module)
     return module
 
 
 def reference_program(form: fx.GraphModule, example: torch.Tensor) -> torch.export.ExportedProgram:
     """A reference form (see `reference_form`) as a program; tensors that nothing reads any more are left out."""
-    _drop_unused_tensors(form)
+    drop_unused_tensors(form)
     return program_of(form, example)
 
 
@@ -162,38 +127,31 @@ def lower(
     Raises:
         PassError: the graph that came out is not the quantized graph that went in.
     """
-    module = program.module()
-    assert isinstance(module, fx.GraphModule)
-    if target.packed:
-        read_joined(module)
-    taken = take_padding(module)
-    expected = Counter(quantizing(node) for node in module.graph.nodes if quantizing(node))
-    round_clamps(module)
-    clamps = _clamp_narrow_ranges(module)
-    raise_floors(module)
-    write_out_resizes(module)
-    if target.packed:  # what CPUs run
-        keep_reductions(module)
-        keep_extremes(module)
-        keep_borders(module)
-        keep_shares(module)
-        part_joined(module)
-        border_groups(module)
-        put_explicit_groups_together(module)
-        if exact_sums:
-            keep_sums(module)
-    else:
-        write_out_folds(module)
-        write_out_lines(module)
-    put_padding(module, taken)
+    given = Lowering(target, exact_sums)
+    module, expected = rewritten(program, given)
     export_onnx(entered(module), example, path, target.opset)
     return verify(
         onnx.load(path),
         LINTED[target.name],
-        activations=expected["quantize_per_tensor"],
+        activations=expected,
         weights=len(_distinct_weights(module)),
-        clamps=clamps,
+        clamps=given.clamps,
     )
+
+
+def rewritten(program: torch.export.ExportedProgram, given: Lowering) -> tuple[fx.GraphModule, int]:
+    """A reference program as the exporter is given it, and how many activation tensors it quantizes.
+
+    Args:
+        program: see `reference_program`.
+        given: for which target; what the records tell each other is noted in it.
+    """
+    module = program.module()
+    assert isinstance(module, fx.GraphModule)
+    REQUANTIZED.run(module, given)
+    expected = sum(quantizing(node) == "quantize_per_tensor" for node in module.graph.nodes)
+    LOWERED.run(module, given)
+    return module, expected
 
 
 def verify(
@@ -296,109 +254,15 @@ def _clamped(
     )
 
 
-def _quantizers(module: fx.GraphModule, operator: str) -> Iterator[fx.Node]:
-    return (node for node in list(module.graph.nodes) if quantizing(node) == operator)
-
-
-def _fold_weights(module: fx.GraphModule) -> None:
-    """Replace quantize(weight) by the int8 tensor that torch computes, and other quantized constants by floats.
-
-    Equal integers are one tensor: a layer that is called several times (CoaT's are) would have as many copies, of which
-    the exporter makes one only where they are small.
-    """
-    folded: dict[tuple[Any, ...], str] = {}
-    for index, node in enumerate(_quantizers(module, "quantize_per_channel")):
-        if computed(node):
-            raise PassError(f"cannot fold the weight behind {node.name}: its value or scale is not a constant")
-        with torch.no_grad():
-            weight = constant_value(module, node)
-        _replace(module, node, folded.setdefault(content(weight), f"weight_int8_{index}"), weight)
-    # What torch quantizes per tensor although it is constant, perhaps computed from constants: the factors by which
-    # ConvNeXt scales its layers (timm's: a view of them), the positions of a ViT. As rounded floats they are the same
-    # numbers without a quantizer.
-    for index, node in enumerate(_quantizers(module, "quantize_per_tensor")):
-        if computed(node):
-            continue
-        for number, user in enumerate(list(node.users)):
-            with torch.no_grad():
-                _replace(module, user, f"rounded_{index}_{number}", constant_value(module, user))
-    module.graph.eliminate_dead_code()
-    module.delete_all_unused_submodules()
-    module.recompile()
-    _drop_unused_tensors(module)
-
-
 def quantized_weights(program: torch.export.ExportedProgram) -> int:
     """How many weights a reference program dequantizes."""
     return sum(quantizing(node) == "dequantize_per_channel" for node in program.graph.nodes)
 
 
-def _drop_doubled(module: fx.GraphModule) -> None:
-    """Take away pairs that dequantize and quantize again by the same scale, which changes no integer."""
-    for node in _quantizers(module, "quantize_per_tensor"):
-        before: Any = node.args[0]
-        while isinstance(before, fx.Node) and before.target in _AS_IT_IS:
-            before = before.args[0]
-        if quantizing(before) == "dequantize_per_tensor" and before.args[1:6] == node.args[1:6]:
-            node.replace_all_uses_with(before.args[0])
-            module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-
-
 def _distinct_weights(module: fx.GraphModule) -> set[bytes]:
     """Integers and scales of each int8 weight; those of a layer that is called twice are one."""
     found = set()
-    for node in _quantizers(module, "dequantize_per_channel"):
+    for node in quantizers(module, "dequantize_per_channel"):
         values = [constant_value(module, argument) for argument in node.args[:2]]
         found.add(b"".join(value.detach().numpy().tobytes() for value in values))
     return found
-
-
-def _replace(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tensor) -> None:
-    """Put the constant ``value``, as a buffer called ``name``, in the place of ``node``."""
-    module.register_buffer(name, value)
-    with module.graph.inserting_before(node):
-        node.replace_all_uses_with(module.graph.get_attr(name))
-    module.graph.erase_node(node)
-
-
-def _clamp_narrow_ranges(module: fx.GraphModule) -> list[NarrowRange]:
-    """Write the clamp of each activation range that is narrower than its integer type; returns them.
-
-    Of uint8, it is computed in integers behind the quantizer: in front of it, a float Clip would keep ONNX Runtime
-    (1.31) from seeing layer and quantizer side by side, and it would compute the layer in float. OpenVINO (2026.4)
-    makes it part of the layer in either place.
-    """
-    clamps = []
-    for node in _quantizers(module, "quantize_per_tensor"):
-        value, scale, zero_point, low, high, dtype = node.args
-        assert isinstance(scale, float)
-        assert isinstance(zero_point, int)
-        assert isinstance(low, int)
-        assert isinstance(high, int)
-        assert isinstance(dtype, torch.dtype)
-        if (low, high) == _FULL_RANGE[dtype]:
-            continue
-        if dtype is torch.uint8:
-            readers = list(node.users)
-            with module.graph.inserting_after(node):
-                clamped = module.graph.call_function(_ATEN.clamp.default, (node, low, high))
-            for reader in readers:
-                reader.replace_input_with(node, clamped)
-        else:
-            with module.graph.inserting_before(node):
-                bounds = ((low - zero_point) * scale, (high - zero_point) * scale)
-                value = module.graph.call_function(_ATEN.clamp.default, (value, *bounds))
-        node.args = (value, scale, zero_point, *_FULL_RANGE[dtype], dtype)
-        clamps.append(NarrowRange(scale, zero_point, low, high))
-    module.recompile()
-    return clamps
-
-
-def _drop_unused_tensors(module: fx.GraphModule) -> None:
-    """Delete parameters and buffers that no node reads, so that float weights do not travel along."""
-    used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    for name in [name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name not in used]:
-        owner, _, leaf = name.rpartition(".")
-        delattr(module.get_submodule(owner), leaf)

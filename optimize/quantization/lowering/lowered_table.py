@@ -1,0 +1,245 @@
+"""What is rewritten in a program with explicit quantizers until it becomes an ONNX graph, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from torch import fx
+
+from optimize.quantization.lowering.amx.group_widths import border_groups
+from optimize.quantization.lowering.amx.narrow_groups import put_explicit_groups_together
+from optimize.quantization.lowering.clamps import round_clamps
+from optimize.quantization.lowering.duplicates import merge_alike, write_aside
+from optimize.quantization.lowering.folded_weights import drop_doubled, fold_weights
+from optimize.quantization.lowering.narrow_ranges import NarrowRange, clamp_explicit
+from optimize.quantization.lowering.openvino.borders import keep_borders
+from optimize.quantization.lowering.openvino.concatenations import part_joined, read_joined
+from optimize.quantization.lowering.openvino.extremes import keep_extremes
+from optimize.quantization.lowering.openvino.norm_floors import raise_floors
+from optimize.quantization.lowering.openvino.reductions import keep_reductions
+from optimize.quantization.lowering.openvino.residual_sums import keep_sums
+from optimize.quantization.lowering.softmax_shares import keep_shares
+from optimize.quantization.lowering.tensorrt.one_row_pools import write_out_lines
+from optimize.quantization.lowering.tensorrt.overlapping_patches import write_out_folds
+from optimize.quantization.lowering.uneven_padding import Padding, put_padding, take_padding
+from optimize.quantization.rewrites.resizes import write_out_resizes
+from optimize.quantization.targets import Target
+from optimize.tracing.rewrite_table import Fault, Rewrite, Table
+
+_TORCH: Final = "2.11 to 2.14"
+_OPENVINO: Final = "2026.4.1"
+_ONNXRUNTIME: Final = "1.31"
+_TENSORRT: Final = "10 and 11"
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What a program is lowered by.
+
+    Attributes:
+        target: whose integers it has.
+        exact_sums: whether residual sums are kept from what gives their addends; for targets of CPUs.
+        taken: what `padding-behind-quantizers` took away, for `layer-padding`.
+        clamps: what `range-clamps` has written.
+    """
+
+    target: Target
+    exact_sums: bool = False
+    taken: dict[fx.Node, Padding] = field(default_factory=dict)
+    clamps: list[NarrowRange] = field(default_factory=list)
+
+
+def _for_cpus(given: Lowering) -> bool:
+    return given.target.packed
+
+
+def _for_tensorrt(given: Lowering) -> bool:
+    return not given.target.packed
+
+
+def _alone(write: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule, Any], Any]:
+    return lambda module, _: write(module)
+
+
+#: A network with explicit quantizers, as a front end leaves it, until it is a reference form.
+EXPLICIT: Final = Table[fx.GraphModule, None](
+    "reference form",
+    (
+        Rewrite(
+            "in-place-operators",
+            "Writes operators that write into tensors which nobody reads afterwards as ones that give new tensors.",
+            _alone(write_aside),
+        ),
+        Rewrite(
+            "integer-weights",
+            "Stores weights as the integers that torch computes, and other quantized constants as rounded floats.",
+            _alone(fold_weights),
+            faults=(Fault("torch.onnx", "2.13 and 2.14", "45 MB for ResNet-18, 11.3 with it", costs="memory"),),
+        ),
+        Rewrite(
+            "repeated-pairs",
+            "Takes pairs away that dequantize and quantize again by the same scale.",
+            _alone(drop_doubled),
+        ),
+        Rewrite(
+            "equal-nodes",
+            "Computes and quantizes once what is computed and quantized alike several times.",
+            _alone(merge_alike),
+            after=("in-place-operators", "integer-weights", "repeated-pairs"),
+            faults=(Fault("torch.onnx", _TORCH, "the graph has fewer quantizers than the program"),),
+        ),
+    ),
+)
+
+#: A reference program that becomes a graph: what changes which quantizers there are.
+REQUANTIZED: Final = Table[fx.GraphModule, Lowering](
+    "program whose quantizers move",
+    (
+        Rewrite(
+            "concatenations-read-directly",
+            "Lets ReLUs and arithmetic with constants read concatenations without the quantizer behind them.",
+            _alone(read_joined),
+            when=_for_cpus,
+            faults=(Fault("openvino", _OPENVINO, "the process ends by SIGSEGV"),),
+        ),
+        Rewrite(
+            "padding-behind-quantizers",
+            "Takes zeros that are quantized in front of a convolution away, until `layer-padding`.",
+            lambda module, given: given.taken.update(take_padding(module)),
+            faults=(
+                Fault("onnxruntime", _ONNXRUNTIME, "EfficientNet-Lite0 8.7 ms, its float graph 7.0", costs="speed"),
+            ),
+        ),
+    ),
+    behind=(EXPLICIT,),
+)
+
+#: The same afterwards: none of these changes which quantizers there are.
+LOWERED: Final = Table[fx.GraphModule, Lowering](
+    "program for the exporter",
+    (
+        Rewrite(
+            "clamp-ends",
+            "Moves the ends of clamps between integers of one scale to what they are quantized to.",
+            _alone(round_clamps),
+            faults=(Fault("openvino", _OPENVINO, "28 dB of what a small network's integers mean"),),
+        ),
+        Rewrite(
+            "range-clamps",
+            "Writes the clamp of each activation range that is narrower than its integer type.",
+            lambda module, given: given.clamps.extend(clamp_explicit(module)),
+            after=("clamp-ends",),
+            faults=(Fault("torch.onnx", _TORCH, issue="onnxscript 3052"),),
+        ),
+        Rewrite(
+            "norm-floors",
+            "Raises what keeps a norm that its integers' values are divided by from zero to half a step.",
+            _alone(raise_floors),
+            faults=(
+                Fault(
+                    "openvino",
+                    _OPENVINO,
+                    "Swin-V2 2.1 dB of what its integers mean, and 59 % of answers; 15.1 dB and 98 % with it",
+                ),
+            ),
+        ),
+        Rewrite(
+            "resize-products",
+            "Writes cubic and blurred resizes as two products with constants.",
+            _alone(write_out_resizes),
+            faults=(
+                Fault("tensorrt", _TENSORRT, "the parser takes none"),
+                Fault("onnxruntime", _ONNXRUNTIME, "its kernel refuses to make a map smaller"),
+            ),
+        ),
+        Rewrite(
+            "integer-reductions",
+            "Puts a maximum with the lowest float in front of sums, means over anything but a map, and small norms.",
+            _alone(keep_reductions),
+            when=_for_cpus,
+            faults=(Fault("openvino", _OPENVINO, "off by up to 110 times the sums; a norm left 9.7 dB"),),
+        ),
+        Rewrite(
+            "integer-extremes",
+            "Puts a maximum with the lowest float behind maxima and minima over axes.",
+            _alone(keep_extremes),
+            when=_for_cpus,
+            faults=(Fault("openvino", _OPENVINO, "9 to 23 dB of what the integers of 28 small networks mean"),),
+        ),
+        Rewrite(
+            "integer-borders",
+            "Puts a maximum with the lowest float in front of borders along one axis, and averages that count zeros.",
+            _alone(keep_borders),
+            when=_for_cpus,
+            faults=(
+                Fault(
+                    "openvino",
+                    _OPENVINO,
+                    "2 to 35 dB of what the integers of twelve small networks mean, 47 with it; averages 67 steps off",
+                ),
+            ),
+        ),
+        Rewrite(
+            "softmax-shares",
+            "Puts a maximum with the lowest float in front of a softmax whose shares may lie beyond their range.",
+            _alone(keep_shares),
+            when=_for_cpus,
+            faults=(Fault("onnxruntime", _ONNXRUNTIME, "1.8 dB of what a small network's integers mean, 47 with it"),),
+        ),
+        Rewrite(
+            "concatenations-parted",
+            "Puts a maximum with the lowest float between a concatenation and its quantizer where OpenVINO fails.",
+            _alone(part_joined),
+            after=("concatenations-read-directly",),
+            when=_for_cpus,
+            faults=(Fault("openvino", _OPENVINO, "the graph is not opened"),),
+        ),
+        Rewrite(
+            "group-borders",
+            "Gives quantized 1 × 1 convolutions in groups of some widths a border, and cuts it off.",
+            _alone(border_groups),
+            after=("range-clamps",),
+            when=_for_cpus,
+            faults=(Fault("onednn", "openvino 2026.4.1", "1 dB and less of a layer alone, with AMX"),),
+        ),
+        Rewrite(
+            "joined-groups",
+            "Puts narrow groups of convolutions together, with zeros for weights between them.",
+            _alone(put_explicit_groups_together),
+            when=_for_cpus,
+            faults=(Fault("onednn", "openvino 2026.4.1", "CPUBone −2 dB, with AMX"),),
+        ),
+        Rewrite(
+            "residual-sums",
+            "Puts a maximum with the lowest float between sums and addends that nothing else reads, on request.",
+            _alone(keep_sums),
+            when=lambda given: _for_cpus(given) and given.exact_sums,
+            faults=(
+                Fault("openvino", _OPENVINO, "ResNet-20: 99.09 % of answers and 32.7 dB, 99.89 % and 41.4 with it"),
+            ),
+        ),
+        Rewrite(
+            "overlapping-patches",
+            "Writes sums of overlapping patches as transposed convolutions, for TensorRT.",
+            _alone(write_out_folds),
+            when=_for_tensorrt,
+            faults=(Fault("tensorrt", _TENSORRT, "the parser has no Col2Im"),),
+        ),
+        Rewrite(
+            "one-row-pools",
+            "Writes pools along one axis as pools of maps, for TensorRT.",
+            _alone(write_out_lines),
+            when=_for_tensorrt,
+            faults=(Fault("tensorrt", _TENSORRT, "it pools along two or three axes"),),
+        ),
+        Rewrite(
+            "layer-padding",
+            "Puts the zeros that `padding-behind-quantizers` took away right in front of their convolutions.",
+            lambda module, given: put_padding(module, given.taken),
+            after=("padding-behind-quantizers", "group-borders", "joined-groups"),
+        ),
+    ),
+    behind=(REQUANTIZED,),
+)

@@ -1,0 +1,258 @@
+"""What is rewritten in a traced network before torch.ao prepares it, in its order, and whose fault that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from optimize.quantization.graph.in_place_writes import name_written
+from optimize.quantization.placement.attention_scores import call_softmax
+from optimize.quantization.placement.float_calls import free_masks, free_maxima, free_quotients, free_sizes
+from optimize.quantization.placement.scalar_operands import free_scalars
+from optimize.quantization.placement.single_place_means import flatten_places
+from optimize.quantization.rewrites.attention import write_out_attention
+from optimize.quantization.rewrites.batch_norms import with_factors
+from optimize.quantization.rewrites.call_rewrites import drop_empty, write_bounds, write_types
+from optimize.quantization.rewrites.computed_weights import store_weights
+from optimize.quantization.rewrites.constant_tensors import make_once
+from optimize.quantization.rewrites.full_slices import drop_whole_slices
+from optimize.quantization.rewrites.functional_layers import lift_functions, write_out_padding
+from optimize.quantization.rewrites.own_layers import part_calls, part_parameters, part_tensors
+from optimize.quantization.rewrites.resizes import free_resizes
+from optimize.quantization.rewrites.same_padding import write_out_same
+from optimize.quantization.rewrites.split_tensors import take_pieces
+from optimize.quantization.rewrites.wide_patches import unfold_patches
+from optimize.tracing.rewrite_table import Fault, Rewrite, Table
+from optimize.tracing.trace import note_shapes
+from optimize.tracing.zero_padding import call_pads, fold_padding
+
+_AO: Final = "2.11 to 2.14"
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """What a traced network is rewritten by.
+
+    Attributes:
+        example: ``float32 (N, C, H, W)``.
+        in_float: whether the module of this name is to stay in float.
+    """
+
+    example: torch.Tensor
+    in_float: Callable[[str], bool]
+
+
+def _alone(write: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule, Tracing], Any]:
+    return lambda module, _: write(module)
+
+
+#: A traced network, in eval mode.
+TRACED: Final = Table[fx.GraphModule, Tracing](
+    "traced network",
+    (
+        Rewrite(
+            "in-place-writes",
+            "Lets all who read a tensor after it was written into read what wrote it.",
+            lambda module, given: name_written(module, given.example),
+        ),
+        Rewrite(
+            "computed-weights",
+            "Stores weights that a layer computes at each call as weights that it has.",
+            _alone(store_weights),
+            faults=(Fault("torch.ao", _AO, "training fails: it writes to the weights of what it trains"),),
+        ),
+        Rewrite(
+            "norm-factors",
+            "Gives batch norms that have no factors some that change nothing.",
+            _alone(with_factors),
+            faults=(Fault("torch.ao", _AO, "such norms are not folded for training"),),
+        ),
+        Rewrite(
+            "attention",
+            "Writes attention out as linear layers, products and a softmax.",
+            lambda module, given: write_out_attention(module, given.example, given.in_float),
+            after=("in-place-writes", "computed-weights"),
+            faults=(Fault("torch.ao", _AO, "a third of a ViT's weights stay in float"),),
+        ),
+        Rewrite(
+            "size-dependent-padding",
+            "Writes convolutions that pad by the size of their images as a pad and a convolution.",
+            lambda module, given: write_out_same(module, given.example),
+            after=("in-place-writes", "computed-weights"),
+        ),
+        Rewrite(
+            "functional-layers",
+            "Writes convolutions and linear layers that are called as functions as layers.",
+            _alone(lift_functions),
+            after=("in-place-writes", "attention"),
+            faults=(Fault("torch.ao", _AO, "`conv2d(x, weight, padding=1)` fails"),),
+        ),
+        Rewrite(
+            "border-modes",
+            "Pads in front of convolutions that fill their borders with anything but zeros, or by a word.",
+            _alone(write_out_padding),
+            after=("size-dependent-padding", "functional-layers"),
+            faults=(Fault("torch.ao", _AO, "layers are refused, or filled with zeros whatever their mode"),),
+        ),
+        Rewrite(
+            "unwatched-maxima",
+            "Keeps maxima in float that are over borders of minus infinity, or say where they were found.",
+            _alone(free_maxima),
+            faults=(Fault("torch.ao", _AO, "it cannot watch them"),),
+        ),
+        Rewrite(
+            "softmax-modules",
+            "Writes each softmax that is a module as a function's call.",
+            _alone(call_softmax),
+            faults=(Fault("torch.ao", _AO, "steps of 1/256: of 200 tokens looked at alike, a share is one step"),),
+        ),
+        Rewrite(
+            "shapes",
+            "Notes the shapes of all nodes for the example, for the records behind it.",
+            lambda module, given: note_shapes(module, given.example),
+            after=("attention", "size-dependent-padding", "functional-layers", "border-modes", "softmax-modules"),
+        ),
+        Rewrite(
+            "constant-tensors",
+            "Makes tensors once that a forward makes for each image of no image's numbers.",
+            lambda module, given: make_once(module, given.example),
+            after=("shapes",),
+            faults=(Fault("torch.ao", _AO, "it fails: `'int' object has no attribute 'args'`"),),
+        ),
+        Rewrite(
+            "types-of-others",
+            "Writes `x.type_as(y)` and `x.to(y)` as `x.to(dtype)`.",
+            _alone(write_types),
+            after=("shapes",),
+            faults=(Fault("torch.ao", _AO, "the graph has other quantizers than the program"),),
+        ),
+        Rewrite(
+            "tensor-bounds",
+            "Writes clamps to tensors as a maximum and a minimum.",
+            _alone(write_bounds),
+            after=("shapes",),
+            faults=(Fault("torch.ao", _AO, "of integers it clamps to numbers alone"),),
+        ),
+        Rewrite(
+            "empty-parts",
+            "Leaves out what has no numbers where something is concatenated.",
+            _alone(drop_empty),
+            after=("shapes",),
+            faults=(Fault("torch.ao", _AO, "no int8 program holds an empty tensor"),),
+        ),
+        Rewrite(
+            "pieces",
+            "Gives what reads all or some pieces of a tensor these one by one.",
+            _alone(take_pieces),
+            after=("shapes",),
+            faults=(Fault("torch.ao", _AO, "its observer of the tuple fails"),),
+        ),
+        Rewrite(
+            "masks",
+            "Keeps calls of masks and whole numbers in float.",
+            _alone(free_masks),
+            after=("shapes", "pieces"),
+            faults=(Fault("torch.ao", _AO, "it would watch some of them"),),
+        ),
+        Rewrite(
+            "sizes",
+            "Keeps what puts shapes together from being taken for sums of tensors.",
+            _alone(free_sizes),
+            after=("shapes",),
+            faults=(Fault("torch.ao", _AO, "it would watch shapes as tensors' sums"),),
+        ),
+        Rewrite(
+            "floor-quotients",
+            "Keeps quotients that are rounded down in float.",
+            _alone(free_quotients),
+            after=("shapes",),
+            faults=(Fault("torch.ao", _AO, "it takes them for sizes"),),
+        ),
+        Rewrite(
+            "resizes",
+            "Keeps resizes in float that no int8 kernel computes.",
+            _alone(free_resizes),
+            after=("shapes",),
+            faults=(Fault("torch.ao", _AO, "they get the range of what they scale, which a cubic curve overshoots"),),
+        ),
+        Rewrite(
+            "means-of-one-place",
+            "Writes means over maps of one place as a flattening.",
+            _alone(flatten_places),
+            after=("shapes",),
+            faults=(Fault("torch", _AO, "the packed kernel fails"),),
+        ),
+        Rewrite(
+            "whole-slices",
+            "Leaves out slices that take everything.",
+            _alone(drop_whole_slices),
+            after=("shapes",),
+            faults=(Fault("openvino", "2026.4.1", "the process ends by SIGSEGV"),),
+        ),
+        Rewrite(
+            "scalar-operands",
+            "Computes sums and products with a number in float.",
+            _alone(free_scalars),
+            after=("shapes", "in-place-writes"),
+            faults=(
+                Fault(
+                    "torch.ao",
+                    _AO,
+                    "GoogLeNet 15.1 and Inception v3 13.7 dB of what their integers mean, 28.8 and 26.8 with it",
+                    "pytorch 61859",
+                ),
+            ),
+        ),
+        Rewrite(
+            "own-calls",
+            "Makes each further call of a layer a call of a copy.",
+            _alone(part_calls),
+            after=("functional-layers",),
+            faults=(Fault("torch.ao", _AO, "all calls get the output scale of one"),),
+        ),
+        Rewrite(
+            "own-tensors",
+            "Gives who reads a tensor of a layer that is called, too, a copy.",
+            _alone(part_tensors),
+            after=("own-calls",),
+            faults=(Fault("torch.ao", _AO, "the weight of an int8 layer is a method"),),
+        ),
+        Rewrite(
+            "own-parameters",
+            "Gives each layer parameters of its own.",
+            _alone(part_parameters),
+            after=("own-calls", "own-tensors"),
+        ),
+        Rewrite(
+            "wide-patches",
+            "Writes convolutions of wide patches that do not overlap as the products that they are.",
+            _alone(unfold_patches),
+            after=("shapes", "own-calls", "own-parameters"),
+            faults=(
+                Fault("onednn", "torch 2.14", "2 dB of 37, with AMX", "oneDNN 4684"),
+                Fault("onednn", "openvino 2026", "2 dB of 37, with AMX", "oneDNN 4684"),
+            ),
+        ),
+        Rewrite(
+            "zero-padding",
+            "Makes zeros that a network puts around its images the padding of the convolutions that read them.",
+            _alone(fold_padding),
+            after=("border-modes", "own-calls"),
+            faults=(
+                Fault("onnxruntime", "1.31", "EfficientNet-Lite0 8.7 ms, its float graph 7.0", costs="speed"),
+                Fault("openvino", "2026.4.1", costs="speed"),
+            ),
+        ),
+        Rewrite(
+            "pad-layers",
+            "Writes zeros that convolutions alone read as layers, and others as calls.",
+            _alone(call_pads),
+            after=("zero-padding",),
+            faults=(Fault("torch.ao", _AO, "zeros are computed in float, and get another scale"),),
+        ),
+    ),
+)
