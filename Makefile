@@ -91,7 +91,7 @@ BIN := $(VENV)/bin
 
 .PHONY: help install optimize serve add replace remove stop status package test lint
 .PHONY: bench bench-cpu bench-gpu bench-quant bench-data bench-serve bench-attacks bench-decoding bench-intervals bench-models table-cifar zoo
-.PHONY: soak audit fuzz prose docs reference clean
+.PHONY: soak audit fuzz prose docs reference clean check-workarounds
 
 help: ## this list
 	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
@@ -250,6 +250,9 @@ test: $(VENV)/.installed-dev ## the tests, on this machine's cores
 
 fuzz: $(VENV)/.installed-dev ## examples that the tests have not seen yet, for what parses: other ones at each run
 	HYPOTHESIS_PROFILE=searching $(BIN)/python -m pytest -m hypothesis -n $(JOBS) --dist loadfile
+
+check-workarounds: $(VENV)/.installed ## which workarounds of libraries' faults the installed versions still need
+	@$(BIN)/python -m benchmarks.workarounds
 
 prose: $(VENV)/.installed ## how the documents read: words in a sentence, semicolons; fails where a page misses its aims
 	@$(BIN)/python -m tools.prose

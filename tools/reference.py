@@ -27,6 +27,7 @@ from optimize.store.artifact import KIND_NAMES
 from serve import cli as serve_cli
 from serve.asgi.protocols.oip_grpc import STATUSES
 from serve.common.config import Config, defaults, spelled
+from tools.engine_faults import engine_faults_page
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -289,6 +290,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "report.md": report_page,
     "statuses.md": statuses_page,
     "api.md": api_page,
+    "engine-faults.md": engine_faults_page,
 }
 GENERATED = "<!-- Written by `python -m tools.reference`: change the code and run it again. -->\n\n"
 

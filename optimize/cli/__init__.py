@@ -7,6 +7,7 @@ from collections.abc import Callable
 import typer
 from typer.core import TyperCommand
 
+from optimize.cli.faults import workarounds
 from optimize.cli.integers import certify, lint
 from optimize.cli.layers import search, sensitivity
 from optimize.cli.passes import list_passes
@@ -39,6 +40,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "search": search,
     "profile": profile,
     "passes": list_passes,
+    "workarounds": workarounds,
 }
 _LIST_DATA = {"run", "search"}
 

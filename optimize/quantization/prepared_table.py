@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import fx
@@ -24,7 +23,7 @@ from optimize.quantization.rewrites.eval_dropouts import drop_dropouts
 from optimize.quantization.rewrites.traced_table import TRACED
 from optimize.quantization.shared_observers import share_watchers
 from optimize.quantization.targets import Target
-from optimize.tracing.rewrite_table import Fault, Rewrite, Table
+from optimize.tracing.rewrite_table import Fault, Rewrite, Table, by_graph_alone
 
 _AO: Final = "2.11 to 2.14"
 
@@ -56,14 +55,10 @@ def _packed(given: Preparing) -> bool:
     return given.target.packed
 
 
-def _alone(write: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule, Preparing], Any]:
-    return lambda module, _: write(module)
-
-
 _DROPOUTS: Final = Rewrite[fx.GraphModule, Preparing](
     "dropouts",
     "Takes dropouts away.",
-    _alone(drop_dropouts),
+    by_graph_alone(drop_dropouts),
     when=lambda given: not given.training,
     faults=(Fault("torch.ao", _AO, "one that reads no integers gets the range of the nearest that are"),),
 )
@@ -85,14 +80,14 @@ UNOBSERVED: Final = Table[fx.GraphModule, Preparing](
         Rewrite(
             "inexact-layers",
             "Keeps PReLUs and instance norms in float, for CPUs.",
-            _alone(free_inexact),
+            by_graph_alone(free_inexact),
             when=_packed,
             faults=(Fault("torch", "2.14", "10 dB and less where exact arithmetic with the same integers has 40"),),
         ),
         Rewrite(
             "known-ranges",
             "Keeps a tanh, sigmoid or hardsigmoid in float that is put together with others, for CPUs.",
-            _alone(free_known),
+            by_graph_alone(free_known),
             when=_packed,
             faults=(Fault("torch.ao", _AO, "its kernels give their own range whatever is done with it"),),
         ),
@@ -129,14 +124,14 @@ OBSERVED: Final = Table[fx.GraphModule, Preparing](
         Rewrite(
             "given-ranges",
             "Takes observers of known range from what operators of known range are given.",
-            _alone(free_given),
+            by_graph_alone(free_given),
             after=("shared-observers",),
             faults=(Fault("torch.ao", _AO, "of what a sigmoid is given, all beyond 0 to 1 is cut off"),),
         ),
         Rewrite(
             "attention-scores",
             "Keeps what lies between a product, or a layer, and a softmax in float.",
-            _alone(free_scores),
+            by_graph_alone(free_scores),
             after=("attention", "softmax-modules", "shared-observers"),
         ),
         Rewrite(
@@ -149,13 +144,13 @@ OBSERVED: Final = Table[fx.GraphModule, Preparing](
         Rewrite(
             "residual-stream",
             "Keeps sums that norms read, and nothing in integers, in float.",
-            _alone(free_stream),
+            by_graph_alone(free_stream),
             after=("shared-observers",),
         ),
         Rewrite(
             "network-answer",
             "Keeps the network's answer in float where no layer gives it.",
-            _alone(free_answer),
+            by_graph_alone(free_answer),
             after=("shared-observers",),
         ),
         Rewrite(
@@ -169,14 +164,14 @@ OBSERVED: Final = Table[fx.GraphModule, Preparing](
         Rewrite(
             "between-float-layers",
             "Keeps operators between layers that stay in float in float.",
-            _alone(free_between),
+            by_graph_alone(free_between),
             after=("shared-observers",),
             faults=(Fault("torch.ao", _AO, "it rounds what nobody quantized"),),
         ),
         Rewrite(
             "image-operators",
             "Takes observers from what is done to the image in front of every layer.",
-            _alone(free_image),
+            by_graph_alone(free_image),
             after=("shared-observers",),
             faults=(Fault("torch.ao", _AO, "the image is rounded twice"),),
         ),

@@ -29,6 +29,11 @@ def _always(given: Any) -> bool:
     return True
 
 
+def by_graph_alone(write: Callable[[Graph], Any]) -> Callable[[Graph, Any], Any]:
+    """A record's ``apply`` that needs nothing but the graph."""
+    return lambda graph, _: write(graph)
+
+
 @dataclass(frozen=True)
 class Fault:
     """What a library gets wrong, or has no way for.
@@ -94,9 +99,7 @@ class Table(Generic[Graph, Given]):
                 raise ValueError(f"{self.stage}: {record.name} stands twice")
             for name in record.after:
                 if name not in known | own:
-                    raise ValueError(
-                        f"{self.stage}: {record.name} must run after {name}, which is the name of no record"
-                    )
+                    raise ValueError(f"{self.stage}: {record.name} must run after {name}, which is no record")
                 if name not in known:
                     raise ValueError(f"{self.stage}: {record.name} must run after {name}, and stands before it")
             known.add(record.name)

@@ -33,7 +33,7 @@ from optimize.export.onnx_graph.type_promotion import promoted_by_notes
 from optimize.export.onnx_graph.untranslated import write_out_untranslated
 from optimize.export.onnx_graph.variances import write_out_deviations
 from optimize.tracing.aten_program import unplaced
-from optimize.tracing.rewrite_table import Fault, Rewrite, Table
+from optimize.tracing.rewrite_table import Fault, Rewrite, Table, by_graph_alone
 
 _TORCH: Final = "2.11 to 2.14"
 _OPENVINO: Final = "2026.4.1"
@@ -51,7 +51,7 @@ EXPORTING: Final = Table[nn.Module, None](
         Rewrite(
             "nothing-learned",
             "Has no parameter ask for a gradient.",
-            lambda module, _: nothing_learned(module),
+            by_graph_alone(nothing_learned),
             faults=(Fault("torch.onnx", "2.14", "the export of a MaxViT that takes pixels fails"),),
         ),
         Rewrite(
@@ -140,7 +140,7 @@ EXPORTED: Final = Table[ExportedProgram, None](
             "instance-norms",
             "Writes an instance norm by learned statistics as the batch norm that it is.",
             _on_graph(write_out_norms),
-            faults=(Fault("torch.onnx", "2.14"),),
+            faults=(Fault("openvino", _OPENVINO),),
         ),
         Rewrite(
             "random-slopes",
@@ -169,7 +169,7 @@ EXPORTED: Final = Table[ExportedProgram, None](
         Rewrite(
             "copies-for-each-image",
             "Writes what is the same for each image as a sum with a zero of each.",
-            lambda program, _: write_out_copies(program),
+            by_graph_alone(write_out_copies),
             after=("instance-norms", "variances", "untranslated-operators"),
             faults=(
                 Fault("openvino", _OPENVINO, "−1.9 dB of what the integers mean in a small network, EdgeNeXt 4.8"),
@@ -186,7 +186,7 @@ WRITTEN: Final = Table[onnx.ModelProto, None](
         Rewrite(
             "cast-pixels-first",
             "Has all read the floats of integer pixels, their shape, too.",
-            lambda model, _: cast_first(model),
+            by_graph_alone(cast_first),
             faults=(Fault("tensorrt", "10 and 11"),),
         ),
     ),
@@ -200,13 +200,13 @@ WRITTEN_FOR_CPUS: Final = Table[onnx.ModelProto, None](
         Rewrite(
             "float-layers",
             "Dequantizes what layers in float read channel by channel, all by one scale.",
-            lambda model, _: keep_in_float(model),
+            by_graph_alone(keep_in_float),
             faults=(Fault("onnxruntime", _ONNXRUNTIME, issue="onnxruntime 22969"),),
         ),
         Rewrite(
             "image-quantizer",
             "Casts pixels to int32 first where their quantizer gives nearly the pixels.",
-            lambda model, _: keep_rounding(model),
+            by_graph_alone(keep_rounding),
             faults=(
                 Fault(
                     "openvino",

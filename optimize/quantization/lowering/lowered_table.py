@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from torch import fx
 
@@ -26,7 +25,7 @@ from optimize.quantization.lowering.tensorrt.overlapping_patches import write_ou
 from optimize.quantization.lowering.uneven_padding import Padding, put_padding, take_padding
 from optimize.quantization.rewrites.resizes import write_out_resizes
 from optimize.quantization.targets import Target
-from optimize.tracing.rewrite_table import Fault, Rewrite, Table
+from optimize.tracing.rewrite_table import Fault, Rewrite, Table, by_graph_alone
 
 _TORCH: Final = "2.11 to 2.14"
 _OPENVINO: Final = "2026.4.1"
@@ -59,10 +58,6 @@ def _for_tensorrt(given: Lowering) -> bool:
     return not given.target.packed
 
 
-def _alone(write: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule, Any], Any]:
-    return lambda module, _: write(module)
-
-
 #: A network with explicit quantizers, as a front end leaves it, until it is a reference form.
 EXPLICIT: Final = Table[fx.GraphModule, None](
     "reference form",
@@ -70,23 +65,23 @@ EXPLICIT: Final = Table[fx.GraphModule, None](
         Rewrite(
             "in-place-operators",
             "Writes operators that write into tensors which nobody reads afterwards as ones that give new tensors.",
-            _alone(write_aside),
+            by_graph_alone(write_aside),
         ),
         Rewrite(
             "integer-weights",
             "Stores weights as the integers that torch computes, and other quantized constants as rounded floats.",
-            _alone(fold_weights),
+            by_graph_alone(fold_weights),
             faults=(Fault("torch.onnx", "2.13 and 2.14", "45 MB for ResNet-18, 11.3 with it", costs="memory"),),
         ),
         Rewrite(
             "repeated-pairs",
             "Takes pairs away that dequantize and quantize again by the same scale.",
-            _alone(drop_doubled),
+            by_graph_alone(drop_doubled),
         ),
         Rewrite(
             "equal-nodes",
             "Computes and quantizes once what is computed and quantized alike several times.",
-            _alone(merge_alike),
+            by_graph_alone(merge_alike),
             after=("in-place-operators", "integer-weights", "repeated-pairs"),
             faults=(Fault("torch.onnx", _TORCH, "the graph has fewer quantizers than the program"),),
         ),
@@ -100,7 +95,7 @@ REQUANTIZED: Final = Table[fx.GraphModule, Lowering](
         Rewrite(
             "concatenations-read-directly",
             "Lets ReLUs and arithmetic with constants read concatenations without the quantizer behind them.",
-            _alone(read_joined),
+            by_graph_alone(read_joined),
             when=_for_cpus,
             faults=(Fault("openvino", _OPENVINO, "the process ends by SIGSEGV"),),
         ),
@@ -123,7 +118,7 @@ LOWERED: Final = Table[fx.GraphModule, Lowering](
         Rewrite(
             "clamp-ends",
             "Moves the ends of clamps between integers of one scale to what they are quantized to.",
-            _alone(round_clamps),
+            by_graph_alone(round_clamps),
             faults=(Fault("openvino", _OPENVINO, "28 dB of what a small network's integers mean"),),
         ),
         Rewrite(
@@ -136,7 +131,7 @@ LOWERED: Final = Table[fx.GraphModule, Lowering](
         Rewrite(
             "norm-floors",
             "Raises what keeps a norm that its integers' values are divided by from zero to half a step.",
-            _alone(raise_floors),
+            by_graph_alone(raise_floors),
             faults=(
                 Fault(
                     "openvino",
@@ -148,7 +143,7 @@ LOWERED: Final = Table[fx.GraphModule, Lowering](
         Rewrite(
             "resize-products",
             "Writes cubic and blurred resizes as two products with constants.",
-            _alone(write_out_resizes),
+            by_graph_alone(write_out_resizes),
             faults=(
                 Fault("tensorrt", _TENSORRT, "the parser takes none"),
                 Fault("onnxruntime", _ONNXRUNTIME, "its kernel refuses to make a map smaller"),
@@ -157,21 +152,21 @@ LOWERED: Final = Table[fx.GraphModule, Lowering](
         Rewrite(
             "integer-reductions",
             "Puts a maximum with the lowest float in front of sums, means over anything but a map, and small norms.",
-            _alone(keep_reductions),
+            by_graph_alone(keep_reductions),
             when=_for_cpus,
             faults=(Fault("openvino", _OPENVINO, "off by up to 110 times the sums; a norm left 9.7 dB"),),
         ),
         Rewrite(
             "integer-extremes",
             "Puts a maximum with the lowest float behind maxima and minima over axes.",
-            _alone(keep_extremes),
+            by_graph_alone(keep_extremes),
             when=_for_cpus,
             faults=(Fault("openvino", _OPENVINO, "9 to 23 dB of what the integers of 28 small networks mean"),),
         ),
         Rewrite(
             "integer-borders",
             "Puts a maximum with the lowest float in front of borders along one axis, and averages that count zeros.",
-            _alone(keep_borders),
+            by_graph_alone(keep_borders),
             when=_for_cpus,
             faults=(
                 Fault(
@@ -184,14 +179,14 @@ LOWERED: Final = Table[fx.GraphModule, Lowering](
         Rewrite(
             "softmax-shares",
             "Puts a maximum with the lowest float in front of a softmax whose shares may lie beyond their range.",
-            _alone(keep_shares),
+            by_graph_alone(keep_shares),
             when=_for_cpus,
             faults=(Fault("onnxruntime", _ONNXRUNTIME, "1.8 dB of what a small network's integers mean, 47 with it"),),
         ),
         Rewrite(
             "concatenations-parted",
             "Puts a maximum with the lowest float between a concatenation and its quantizer where OpenVINO fails.",
-            _alone(part_joined),
+            by_graph_alone(part_joined),
             after=("concatenations-read-directly",),
             when=_for_cpus,
             faults=(Fault("openvino", _OPENVINO, "the graph is not opened"),),
@@ -199,7 +194,7 @@ LOWERED: Final = Table[fx.GraphModule, Lowering](
         Rewrite(
             "group-borders",
             "Gives quantized 1 × 1 convolutions in groups of some widths a border, and cuts it off.",
-            _alone(border_groups),
+            by_graph_alone(border_groups),
             after=("range-clamps",),
             when=_for_cpus,
             faults=(Fault("onednn", "openvino 2026.4.1", "1 dB and less of a layer alone, with AMX"),),
@@ -207,14 +202,14 @@ LOWERED: Final = Table[fx.GraphModule, Lowering](
         Rewrite(
             "joined-groups",
             "Puts narrow groups of convolutions together, with zeros for weights between them.",
-            _alone(put_explicit_groups_together),
+            by_graph_alone(put_explicit_groups_together),
             when=_for_cpus,
             faults=(Fault("onednn", "openvino 2026.4.1", "CPUBone −2 dB, with AMX"),),
         ),
         Rewrite(
             "residual-sums",
             "Puts a maximum with the lowest float between sums and addends that nothing else reads, on request.",
-            _alone(keep_sums),
+            by_graph_alone(keep_sums),
             when=lambda given: _for_cpus(given) and given.exact_sums,
             faults=(
                 Fault("openvino", _OPENVINO, "ResNet-20: 99.09 % of answers and 32.7 dB, 99.89 % and 41.4 with it"),
@@ -223,14 +218,14 @@ LOWERED: Final = Table[fx.GraphModule, Lowering](
         Rewrite(
             "overlapping-patches",
             "Writes sums of overlapping patches as transposed convolutions, for TensorRT.",
-            _alone(write_out_folds),
+            by_graph_alone(write_out_folds),
             when=_for_tensorrt,
             faults=(Fault("tensorrt", _TENSORRT, "the parser has no Col2Im"),),
         ),
         Rewrite(
             "one-row-pools",
             "Writes pools along one axis as pools of maps, for TensorRT.",
-            _alone(write_out_lines),
+            by_graph_alone(write_out_lines),
             when=_for_tensorrt,
             faults=(Fault("tensorrt", _TENSORRT, "it pools along two or three axes"),),
         ),

@@ -14,7 +14,7 @@ from optimize.quantization.lowering.lowered_table import EXPLICIT
 from optimize.quantization.lowering.narrow_ranges import clamp_packed
 from optimize.quantization.lowering.packed_views import reshape_views
 from optimize.quantization.lowering.uneven_padding import embed_padding, pad_integers
-from optimize.tracing.rewrite_table import Fault, Rewrite, Table
+from optimize.tracing.rewrite_table import Fault, Rewrite, Table, by_graph_alone
 
 _TORCH: Final = "2.11 to 2.14"
 
@@ -59,7 +59,7 @@ PACKED: Final = Table[fx.GraphModule, Packing](
         Rewrite(
             "embedded-padding",
             "Lets packed convolutions pad alike on both sides, with a wider kernel, where zeros are uneven by one.",
-            lambda converted, given: embed_padding(converted),
+            by_graph_alone(embed_padding),
             after=("whole-biases", "padded-integers"),
             faults=(Fault("torch", "2.14", "a pad takes 0.1 to 0.4 ms, two cores", costs="speed"),),
         ),
@@ -73,7 +73,7 @@ PACKED: Final = Table[fx.GraphModule, Packing](
         Rewrite(
             "packed-views",
             "Writes views as reshapes.",
-            lambda converted, given: reshape_views(converted),
+            by_graph_alone(reshape_views),
             faults=(Fault("torch", _TORCH, "the view is refused"),),
         ),
         Rewrite(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import fx
@@ -26,7 +26,7 @@ from optimize.quantization.rewrites.resizes import free_resizes
 from optimize.quantization.rewrites.same_padding import write_out_same
 from optimize.quantization.rewrites.split_tensors import take_pieces
 from optimize.quantization.rewrites.wide_patches import unfold_patches
-from optimize.tracing.rewrite_table import Fault, Rewrite, Table
+from optimize.tracing.rewrite_table import Fault, Rewrite, Table, by_graph_alone
 from optimize.tracing.trace import note_shapes
 from optimize.tracing.zero_padding import call_pads, fold_padding
 
@@ -46,10 +46,6 @@ class Tracing:
     in_float: Callable[[str], bool]
 
 
-def _alone(write: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule, Tracing], Any]:
-    return lambda module, _: write(module)
-
-
 #: A traced network, in eval mode.
 TRACED: Final = Table[fx.GraphModule, Tracing](
     "traced network",
@@ -62,13 +58,13 @@ TRACED: Final = Table[fx.GraphModule, Tracing](
         Rewrite(
             "computed-weights",
             "Stores weights that a layer computes at each call as weights that it has.",
-            _alone(store_weights),
+            by_graph_alone(store_weights),
             faults=(Fault("torch.ao", _AO, "training fails: it writes to the weights of what it trains"),),
         ),
         Rewrite(
             "norm-factors",
             "Gives batch norms that have no factors some that change nothing.",
-            _alone(with_factors),
+            by_graph_alone(with_factors),
             faults=(Fault("torch.ao", _AO, "such norms are not folded for training"),),
         ),
         Rewrite(
@@ -87,27 +83,27 @@ TRACED: Final = Table[fx.GraphModule, Tracing](
         Rewrite(
             "functional-layers",
             "Writes convolutions and linear layers that are called as functions as layers.",
-            _alone(lift_functions),
+            by_graph_alone(lift_functions),
             after=("in-place-writes", "attention"),
             faults=(Fault("torch.ao", _AO, "`conv2d(x, weight, padding=1)` fails"),),
         ),
         Rewrite(
             "border-modes",
             "Pads in front of convolutions that fill their borders with anything but zeros, or by a word.",
-            _alone(write_out_padding),
+            by_graph_alone(write_out_padding),
             after=("size-dependent-padding", "functional-layers"),
             faults=(Fault("torch.ao", _AO, "layers are refused, or filled with zeros whatever their mode"),),
         ),
         Rewrite(
             "unwatched-maxima",
             "Keeps maxima in float that are over borders of minus infinity, or say where they were found.",
-            _alone(free_maxima),
+            by_graph_alone(free_maxima),
             faults=(Fault("torch.ao", _AO, "it cannot watch them"),),
         ),
         Rewrite(
             "softmax-modules",
             "Writes each softmax that is a module as a function's call.",
-            _alone(call_softmax),
+            by_graph_alone(call_softmax),
             faults=(Fault("torch.ao", _AO, "steps of 1/256: of 200 tokens looked at alike, a share is one step"),),
         ),
         Rewrite(
@@ -126,77 +122,77 @@ TRACED: Final = Table[fx.GraphModule, Tracing](
         Rewrite(
             "types-of-others",
             "Writes `x.type_as(y)` and `x.to(y)` as `x.to(dtype)`.",
-            _alone(write_types),
+            by_graph_alone(write_types),
             after=("shapes",),
             faults=(Fault("torch.ao", _AO, "the graph has other quantizers than the program"),),
         ),
         Rewrite(
             "tensor-bounds",
             "Writes clamps to tensors as a maximum and a minimum.",
-            _alone(write_bounds),
+            by_graph_alone(write_bounds),
             after=("shapes",),
             faults=(Fault("torch.ao", _AO, "of integers it clamps to numbers alone"),),
         ),
         Rewrite(
             "empty-parts",
             "Leaves out what has no numbers where something is concatenated.",
-            _alone(drop_empty),
+            by_graph_alone(drop_empty),
             after=("shapes",),
             faults=(Fault("torch.ao", _AO, "no int8 program holds an empty tensor"),),
         ),
         Rewrite(
             "pieces",
             "Gives what reads all or some pieces of a tensor these one by one.",
-            _alone(take_pieces),
+            by_graph_alone(take_pieces),
             after=("shapes",),
             faults=(Fault("torch.ao", _AO, "its observer of the tuple fails"),),
         ),
         Rewrite(
             "masks",
             "Keeps calls of masks and whole numbers in float.",
-            _alone(free_masks),
+            by_graph_alone(free_masks),
             after=("shapes", "pieces"),
             faults=(Fault("torch.ao", _AO, "it would watch some of them"),),
         ),
         Rewrite(
             "sizes",
             "Keeps what puts shapes together from being taken for sums of tensors.",
-            _alone(free_sizes),
+            by_graph_alone(free_sizes),
             after=("shapes",),
             faults=(Fault("torch.ao", _AO, "it would watch shapes as tensors' sums"),),
         ),
         Rewrite(
             "floor-quotients",
             "Keeps quotients that are rounded down in float.",
-            _alone(free_quotients),
+            by_graph_alone(free_quotients),
             after=("shapes",),
             faults=(Fault("torch.ao", _AO, "it takes them for sizes"),),
         ),
         Rewrite(
             "resizes",
             "Keeps resizes in float that no int8 kernel computes.",
-            _alone(free_resizes),
+            by_graph_alone(free_resizes),
             after=("shapes",),
             faults=(Fault("torch.ao", _AO, "they get the range of what they scale, which a cubic curve overshoots"),),
         ),
         Rewrite(
             "means-of-one-place",
             "Writes means over maps of one place as a flattening.",
-            _alone(flatten_places),
+            by_graph_alone(flatten_places),
             after=("shapes",),
             faults=(Fault("torch", _AO, "the packed kernel fails"),),
         ),
         Rewrite(
             "whole-slices",
             "Leaves out slices that take everything.",
-            _alone(drop_whole_slices),
+            by_graph_alone(drop_whole_slices),
             after=("shapes",),
             faults=(Fault("openvino", "2026.4.1", "the process ends by SIGSEGV"),),
         ),
         Rewrite(
             "scalar-operands",
             "Computes sums and products with a number in float.",
-            _alone(free_scalars),
+            by_graph_alone(free_scalars),
             after=("shapes", "in-place-writes"),
             faults=(
                 Fault(
@@ -210,27 +206,27 @@ TRACED: Final = Table[fx.GraphModule, Tracing](
         Rewrite(
             "own-calls",
             "Makes each further call of a layer a call of a copy.",
-            _alone(part_calls),
+            by_graph_alone(part_calls),
             after=("functional-layers",),
             faults=(Fault("torch.ao", _AO, "all calls get the output scale of one"),),
         ),
         Rewrite(
             "own-tensors",
             "Gives who reads a tensor of a layer that is called, too, a copy.",
-            _alone(part_tensors),
+            by_graph_alone(part_tensors),
             after=("own-calls",),
             faults=(Fault("torch.ao", _AO, "the weight of an int8 layer is a method"),),
         ),
         Rewrite(
             "own-parameters",
             "Gives each layer parameters of its own.",
-            _alone(part_parameters),
+            by_graph_alone(part_parameters),
             after=("own-calls", "own-tensors"),
         ),
         Rewrite(
             "wide-patches",
             "Writes convolutions of wide patches that do not overlap as the products that they are.",
-            _alone(unfold_patches),
+            by_graph_alone(unfold_patches),
             after=("shapes", "own-calls", "own-parameters"),
             faults=(
                 Fault("onednn", "torch 2.14", "2 dB of 37, with AMX", "oneDNN 4684"),
@@ -240,7 +236,7 @@ TRACED: Final = Table[fx.GraphModule, Tracing](
         Rewrite(
             "zero-padding",
             "Makes zeros that a network puts around its images the padding of the convolutions that read them.",
-            _alone(fold_padding),
+            by_graph_alone(fold_padding),
             after=("border-modes", "own-calls"),
             faults=(
                 Fault("onnxruntime", "1.31", "EfficientNet-Lite0 8.7 ms, its float graph 7.0", costs="speed"),
@@ -250,9 +246,9 @@ TRACED: Final = Table[fx.GraphModule, Tracing](
         Rewrite(
             "pad-layers",
             "Writes zeros that convolutions alone read as layers, and others as calls.",
-            _alone(call_pads),
+            by_graph_alone(call_pads),
             after=("zero-padding",),
-            faults=(Fault("torch.ao", _AO, "zeros are computed in float, and get another scale"),),
+            faults=(Fault("torch.ao", _AO, "zeros are computed in float, and get another scale", costs="speed"),),
         ),
     ),
 )

@@ -1,0 +1,1 @@
+"""Whether each record of the tables of rewrites is still needed: small networks that show it, with it and without."""

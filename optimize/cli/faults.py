@@ -1,0 +1,30 @@
+"""The command that says which faults of libraries are worked around: ``workarounds``."""
+
+from __future__ import annotations
+
+import sys
+from json import dumps
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from serve.common.command_line import reported
+
+
+def workarounds(
+    json: Annotated[bool, typer.Option("--json", help="Print the records as JSON, and nothing else.")] = False,
+) -> None:
+    """List what is rewritten in graphs, in its order, and the library's fault that each rewrite works around."""
+    with reported():
+        from optimize.quantization.tables import rows, to_json
+        from optimize.report.console import output
+
+        if json:
+            sys.stdout.write(dumps(to_json(), indent=2, ensure_ascii=False) + "\n")
+            return
+        table = Table("stage", "rewrite", "library", "seen in", "what was measured", "issue", box=None, pad_edge=False)
+        for row in rows():
+            table.add_row(*map(Text, row))
+        output().print(table)
