@@ -52,7 +52,6 @@ class Costs:
                 counts = torch.bincount(each, minlength=len(size)) if size else torch.zeros(0, dtype=torch.int64)
                 sides.append((of_group.count(-1), counts // torch.tensor(size, dtype=torch.int64)))
             self._parts.append(tuple(sides))
-        self._all = torch.tensor(size, dtype=torch.int64)
         self.full = self.macs(size)
 
     def macs(self, kept: Sequence[int]) -> int:

@@ -27,11 +27,10 @@ _MOST_FAULTS = 8
 
 @dataclass
 class _Sent:
-    """A request under way: what it is, when it was due, and on which connection."""
+    """A request under way: what it is, when it was due, and when it was sent."""
 
     item: Item
     due: float
-    wire: Wire
     sent: float
 
 
@@ -127,7 +126,7 @@ class _Run:
                 return
             if self._plan.rate is None:
                 due = time.perf_counter()
-            self._under_way[wire] = _Sent(item, due, wire, now)
+            self._under_way[wire] = _Sent(item, due, now)
             try:
                 if not wire.start(self._requests[item.name]):
                     self._selector.modify(wire.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, wire)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,19 +14,20 @@ from onnx import numpy_helper
 from torch import nn
 from torch.nn import functional
 
-from optimize.context import Context
+from optimize.passes.base import Pass
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.quantization.lowering.integer_biases import whole
 from optimize.quantization.targets import TargetName
-from optimize.store.artifact import REFERENCE_FILE, Artifact, Product
+from optimize.store.artifact import REFERENCE_FILE
+from serve.common.config import Config
 from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import execution_id
 from serve.runtime.model_files.program_file import load_program
 
-from .test_certify_layers import GRAPHS, ORT, TORCH, Made, Net, carded, quantized
-from .workbench import noise_context, packed_biases, parent_of, with_running_statistics
+from .test_certify_layers import GRAPHS, ORT, TORCH, Made, Net, quantized
+from .workbench import applied, noise_context, packed_biases, parent_of, with_running_statistics
 
 
 class Normed(nn.Module):
@@ -59,18 +61,13 @@ def made(module: nn.Module, folder: Path, name: str, target: TargetName = "auto"
     """``module`` after ptq or qat, and onnx-int8, in folders of their names."""
     context = noise_context()
     parent = parent_of(module.eval(), context, folder / "parent")
-    (folder / name).mkdir()
-    (folder / "onnx-int8").mkdir()
-    product = _applied(parent, name, target, context, folder / name)
-    artifact = Artifact(name, "quantized", "1" * 64, folder / name, carded(product, parent, folder / name), parent)
-    ONNX_INT8.apply(artifact, OnnxInt8(max_size_ratio=1.0, min_agreement=0.0), context, folder / "onnx-int8")
+    passes: dict[str, tuple[Pass[Any], Config]] = {
+        "ptq": (PTQ, Ptq(observer="minmax", images=32, target=target, min_agreement=0.0)),
+        "qat": (QAT, Qat(epochs=1, images=32, batch_size=16, target=target, min_agreement=0.0)),
+    }
+    packed = applied(*passes[name], parent, context, folder / name)
+    applied(ONNX_INT8, OnnxInt8(max_size_ratio=1.0, min_agreement=0.0), packed, context, folder / "onnx-int8")
     return folder
-
-
-def _applied(parent: Artifact, name: str, target: TargetName, context: Context, folder: Path) -> Product:
-    if name == "ptq":
-        return PTQ.apply(parent, Ptq(observer="minmax", images=32, target=target, min_agreement=0.0), context, folder)
-    return QAT.apply(parent, Qat(epochs=1, images=32, batch_size=16, target=target, min_agreement=0.0), context, folder)
 
 
 def meant(folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:

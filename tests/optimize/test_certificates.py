@@ -35,7 +35,7 @@ from optimize.run.certifying import certify_layers
 from optimize.store.artifact import REFERENCE_FILE, Artifact
 from optimize.store.objects import Store
 from serve.runs.sealed_files import seal
-from serve.runtime.card.card import load_card, sha256_file, write_card
+from serve.runtime.card.card import load_card
 from serve.runtime.card.certificate import Agreement, Certificate
 from serve.runtime.card.execution import Execution
 from serve.runtime.errors import UserError
@@ -44,7 +44,7 @@ from serve.runtime.service.predictor import Predictor
 from tests.programs import Programs
 
 from .runs_fixtures import Heard, TinyRun, command, copied_store, tiny_run
-from .workbench import noise_context, parent_of
+from .workbench import applied, noise_context, parent_of
 
 __all__ = ["copied_store", "tiny_run"]  # fixtures
 
@@ -86,22 +86,8 @@ def quantized(tmp_path: Path) -> Quantized:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(784, 4)).eval()
     parent = parent_of(net, context, tmp_path / "parent")
-    folder = tmp_path / "ptq"
-    folder.mkdir()
-    product = PTQ.apply(parent, Ptq(observer="minmax", images=32, min_sqnr=0.0, min_agreement=0.0), context, folder)
-    card = dataclasses.replace(
-        parent.card,
-        name="ptq",
-        format=product.format,
-        file=product.file,
-        precision=product.precision,
-        target=product.target,
-        device=product.device,
-        input_dtype=product.input_dtype,
-        files={path.name: sha256_file(path) for path in folder.iterdir()},
-    )
-    write_card(folder, card)
-    artifact = Artifact("ptq", "quantized", "1" * 64, folder, card, parent=parent)
+    config = Ptq(observer="minmax", images=32, min_sqnr=0.0, min_agreement=0.0)
+    artifact = applied(PTQ, config, parent, context, tmp_path / "ptq")
     with Bench(Store(tmp_path / "store"), context) as bench:
         kept = bench.answers(Candidate(artifact, TORCH))
     return Quantized(artifact, bench, kept, heard)

@@ -28,9 +28,9 @@ from optimize.measure.processes import worker
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.targets import TargetName
-from optimize.store.artifact import REFERENCE_FILE, Artifact, Product
+from optimize.store.artifact import REFERENCE_FILE
 from optimize.tracing.rewrite_table import left_out
-from serve.runtime.card.card import Card, load_card, sha256_file, write_card
+from serve.runtime.card.card import load_card, sha256_file, write_card
 from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import execution_id
 from serve.runtime.engines.openvino import compile_bytes
@@ -40,7 +40,7 @@ from serve.runtime.model_files.program_file import load_program
 from tests.processor import NEEDS_VNNI
 
 from .foreign_layers import SameConv
-from .workbench import noise, noise_context, of_seven_bits, parent_of, quantizers
+from .workbench import applied, noise, noise_context, of_seven_bits, parent_of, quantizers
 
 ORT = Execution("onnxruntime")
 LITERAL = Execution("onnxruntime", options={"optimizations": False})
@@ -93,24 +93,6 @@ class Made:
         return check_layers(folder, self.reference, execution, self.pixels)
 
 
-def carded(product: Product, parent: Artifact, folder: Path) -> Card:
-    """The card of what a pass wrote, written beside it."""
-    files = {path.name: sha256_file(path) for path in folder.iterdir() if path.name != "card.json"}
-    card = dataclasses.replace(
-        parent.card,
-        name=folder.name,
-        format=product.format,
-        file=product.file,
-        precision=product.precision,
-        device=product.device,
-        input_dtype=product.input_dtype,
-        target=product.target,
-        files=files,
-    )
-    write_card(folder, card)
-    return card
-
-
 def quantized(
     module: nn.Module,
     root: Path,
@@ -126,16 +108,11 @@ def quantized(
     """
     context = noise_context(train=noise(64, 1, *grey))
     parent = parent_of(module.eval(), context, root / "parent")
-    packed, graph = root / "ptq", root / "onnx-int8"
-    packed.mkdir()
-    graph.mkdir()
     config = Ptq(front_end=front_end, observer="minmax", images=32, target=target, min_agreement=0.0)
-    product = PTQ.apply(parent, config, context, packed)
-    card = carded(product, parent, packed)
-    artifact = Artifact("ptq", "quantized", "1" * 64, packed, card, parent=parent)
-    written = ONNX_INT8.apply(artifact, OnnxInt8(max_size_ratio=1.0, min_agreement=0.0, input=given), context, graph)
-    carded(written, artifact, graph)
-    return Made(packed, graph, context.pixels(16))
+    packed = applied(PTQ, config, parent, context, root / "ptq")
+    lowering = OnnxInt8(max_size_ratio=1.0, min_agreement=0.0, input=given)
+    graph = applied(ONNX_INT8, lowering, packed, context, root / "onnx-int8")
+    return Made(packed.folder, graph.folder, context.pixels(16))
 
 
 def faults(found: Engine) -> list[tuple[str, str]]:

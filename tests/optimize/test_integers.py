@@ -8,7 +8,6 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from serve.runtime.errors import EngineError, UserError
 from tests.processor import NEEDS_VNNI
 
 from .test_int8_kernels import depthwise
-from .workbench import noise, noise_context, parent_of, run
+from .workbench import applied, noise, noise_context, parent_of, run
 
 #: Engines on the CPU for what ptq writes, and for its graph.
 ENGINES = {"ptq": ("torchscript",), "onnx-int8": ("onnxruntime", "openvino")}
@@ -117,25 +116,10 @@ def narrow(tmp_path_factory) -> dict[str, Artifact]:
     for parameter in module.get_submodule("2").parameters():
         parameter.data.fill_(0.1)
     parent = parent_of(module, context, root / "parent")
-    found: dict[str, Artifact] = {}
-    for entry, config in ((PTQ, Ptq(observer="minmax", target="x86", min_sqnr=0, min_agreement=0)), (ONNX_INT8, None)):
-        name = entry.name
-        (root / name).mkdir()
-        found[name] = _written(entry, config or OnnxInt8(min_sqnr=0, min_agreement=0), found.get("ptq", parent), root)
-    return found
-
-
-def _written(entry: Any, config: Any, parent: Artifact, root: Path) -> Artifact:
-    from serve.runtime.card.card import sha256_file, write_card
-
-    context = noise_context(train=noise(64, 1, 100, 140))
-    product, folder = entry.apply(parent, config, context, root / entry.name), root / entry.name
-    known = {field.name for field in dataclasses.fields(parent.card)}
-    facts = {field.name: getattr(product, field.name) for field in dataclasses.fields(product) if field.name in known}
-    files = {path.name: sha256_file(path) for path in folder.iterdir()}
-    card = dataclasses.replace(parent.card, name=entry.name, files=files, **facts)
-    write_card(folder, card)
-    return Artifact(entry.name, entry.yields, "1" * 64, folder, card, parent)
+    config = Ptq(observer="minmax", target="x86", min_sqnr=0, min_agreement=0)
+    packed = applied(PTQ, config, parent, context, root / "ptq")
+    graph = applied(ONNX_INT8, OnnxInt8(min_sqnr=0, min_agreement=0), packed, context, root / "onnx-int8")
+    return {"ptq": packed, "onnx-int8": graph}
 
 
 @ON_X86

@@ -32,7 +32,7 @@ from serve.runtime.engines.base import open_engine
 from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.images.image_preprocessing import normalise
 
-from .workbench import CPU, noise_context, packed_weights, parent_of, quantizers, run, with_running_statistics
+from .workbench import CPU, applied, noise_context, packed_weights, parent_of, quantizers, run, with_running_statistics
 
 #: A moment's training.
 SHORT = {"epochs": 1, "batch_size": 64, "augment": "none", "images": 64, "learning_rate": 0.02}
@@ -223,15 +223,8 @@ def graphs(tmp_path_factory) -> tuple[Path, Context]:
     """An int8 graph of 4-bit weights, mostly convolutions."""
     folder, context = tmp_path_factory.mktemp("graphs"), noise_context()
     parent = parent_of(wide(128), context, folder / "parent")
-    (folder / "ptq").mkdir()
-    product = PTQ_LOWBIT.apply(parent, PtqLowbit(min_sqnr=-20.0), context, folder / "ptq")
-    origin = parent_of(wide(128), context, folder / "ptq")
-    card = copy.copy(origin.card)
-    object.__setattr__(card, "target", product.target)
-    object.__setattr__(card, "precision", product.precision)
-    quantized = Artifact("ptq-lowbit", "quantized", "1" * 64, folder / "ptq", card, parent)
-    ONNX_INT8.apply(quantized, OnnxInt8(), context, folder)
-    return folder / "model.onnx", context
+    quantized = applied(PTQ_LOWBIT, PtqLowbit(min_sqnr=-20.0), parent, context, folder / "ptq")
+    return applied(ONNX_INT8, OnnxInt8(), quantized, context, folder / "onnx").path, context
 
 
 def test_onnx_runtime_computes_layers_of_few_bits_in_integers(graphs, tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from optimize.passes.onnx import ONNX, Onnx
 from optimize.passes.onnx_half import ONNX_HALF, OnnxHalf
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
-from optimize.store.artifact import REFERENCE_FILE, Artifact, Product
+from optimize.store.artifact import REFERENCE_FILE, Artifact
 from serve.common.config import Config
-from serve.runtime.card.card import Card, Preprocessing, sha256_file, write_card
+from serve.runtime.card.card import Preprocessing
 from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import executions_for, open_engine, unavailable
 from serve.runtime.engines.openvino import compile_bytes
@@ -37,7 +37,7 @@ from serve.runtime.model_files.program_file import load_program
 from serve.runtime.service.predictor import Predictor, infer
 from tests.processor import NEEDS_VNNI
 
-from .workbench import noise, noise_context, parent_of, png
+from .workbench import applied, noise, noise_context, parent_of, png
 
 #: Mean and standard deviation far from 0 and 1, another for each channel: normalised black is far from zero.
 COLOUR = Preprocessing(16, (16, 16), mean=(0.9, 0.485, 0.2), std=(0.1, 0.229, 0.3))
@@ -77,33 +77,12 @@ def normalised(pixels: torch.Tensor) -> np.ndarray:
     return difference
 
 
-def made_by(product: Product, name: str, folder: Path, parent: Artifact) -> Artifact:
-    card = Card(
-        name=name,
-        model="test",
-        format=product.format,
-        file=product.file,
-        precision=product.precision,
-        input_dtype=product.input_dtype,
-        device=product.device,
-        target=product.target,
-        preprocessing=COLOUR,
-        classes=tuple("abcd"),
-        files={path.name: sha256_file(path) for path in folder.iterdir()},
-    )
-    write_card(folder, card)
-    return Artifact(name, "quantized" if name == "ptq" else "onnx", "1" * 64, folder, card, parent)
-
-
 @pytest.fixture(scope="module")
 def graphs(context, tmp_path_factory) -> dict[str, Artifact]:
     """Each of the three passes with both inputs: ``onnx-uint8``, ``onnx-float`` …"""
     root = tmp_path_factory.mktemp("graphs")
     baseline = parent_of(padded(), context, root / "parent")
-    (root / "ptq").mkdir()
-    quantized = made_by(
-        PTQ.apply(baseline, Ptq(observer="minmax"), context, root / "ptq"), "ptq", root / "ptq", baseline
-    )
+    quantized = applied(PTQ, Ptq(observer="minmax"), baseline, context, root / "ptq")
     found = {}
     inputs: tuple[GraphInput, ...] = ("uint8", "float")
     for given in inputs:
@@ -113,9 +92,8 @@ def graphs(context, tmp_path_factory) -> dict[str, Artifact]:
             (ONNX_INT8, OnnxInt8(input=given), quantized),
         ]
         for entry, config, parent in ways:
-            folder = root / f"{entry.name}-{given}"
-            folder.mkdir()
-            found[folder.name] = made_by(entry.apply(parent, config, context, folder), folder.name, folder, parent)
+            name = f"{entry.name}-{given}"
+            found[name] = applied(entry, config, parent, context, root / name)
     return found
 
 
@@ -197,11 +175,8 @@ def alike(context, tmp_path_factory) -> Artifact:
     same = dataclasses.replace(COLOUR, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
     own = dataclasses.replace(context, preprocessing=same)
     baseline = parent_of(padded(), own, root / "parent")
-    for name in ("ptq", "graph"):
-        (root / name).mkdir()
-    ptq = PTQ.apply(baseline, Ptq(), own, root / "ptq")
-    quantized = made_by(ptq, "ptq", root / "ptq", baseline)
-    return made_by(ONNX_INT8.apply(quantized, OnnxInt8(), own, root / "graph"), "onnx-int8", root / "graph", quantized)
+    quantized = applied(PTQ, Ptq(), baseline, own, root / "ptq")
+    return applied(ONNX_INT8, OnnxInt8(), quantized, own, root / "onnx-int8")
 
 
 def test_openvino_rounds_the_image_as_the_graph_says(alike, pixels):

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -23,11 +23,13 @@ from optimize.data.records import ImageData, Split
 from optimize.export.onnx_graph.write import run_onnx
 from optimize.export.program import write_weights
 from optimize.listener import Silent
+from optimize.passes.base import Pass
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact
-from serve.runtime.card.card import Card, Preprocessing, sha256_file
+from serve.common.config import Config
+from serve.runtime.card.card import Card, Preprocessing, sha256_file, write_card
 from serve.runtime.device.cpu_integers import TENSORRT
 from serve.runtime.engines.base import open_engine, preferred
 from serve.runtime.engines.torchscript import use_int8_kernels
@@ -114,6 +116,25 @@ def parent_of(module: nn.Module, context: Context, folder: Path) -> Artifact:
     return Artifact("baseline", "module", "0" * 64, folder, card, build_module=lambda: copy.deepcopy(module))
 
 
+def applied(entry: Pass[Any], config: Config, parent: Artifact, context: Context, folder: Path) -> Artifact:
+    """The artifact that a pass makes in a folder of its name, with its card beside it, without a session."""
+    folder.mkdir(parents=True)
+    product = entry.apply(parent, config, context, folder)
+    card = dataclasses.replace(
+        parent.card,
+        name=folder.name,
+        format=product.format,
+        file=product.file,
+        precision=product.precision,
+        input_dtype=product.input_dtype,
+        device=product.device,
+        target=product.target,
+        files={path.name: sha256_file(path) for path in folder.iterdir()},
+    )
+    write_card(folder, card)
+    return Artifact(folder.name, entry.yields, "1" * 64, folder, card, parent)
+
+
 def with_running_statistics(module: AnyModule, *shape: int, seed: int = 0) -> AnyModule:
     """Give the batch norms statistics and affine parameters far from their initial 0 and 1; in eval mode."""
     generator = torch.Generator().manual_seed(seed)
@@ -193,14 +214,8 @@ def _nodes(folder: Path, operator: str) -> Iterator[torch.fx.Node]:
 
 def through_int8(module: nn.Module, folder: Path, config: Ptq, graph: OnnxInt8, context: Context) -> tuple[Path, Path]:
     """``ptq`` and then ``onnx-int8``; returns the folder of the first, ``ptq``, and the file of the second."""
-    parent = parent_of(module, context, folder / "parent")
-    quantized, lowered = folder / "ptq", folder / "onnx"
-    for each in (quantized, lowered):
-        each.mkdir()
-    product = PTQ.apply(parent, config, context, quantized)
-    card = dataclasses.replace(parent.card, target=product.target)
-    artifact = Artifact("ptq", "quantized", "1" * 64, quantized, card, parent)
-    return quantized, lowered / ONNX_INT8.apply(artifact, graph, context, lowered).file
+    quantized = applied(PTQ, config, parent_of(module, context, folder / "parent"), context, folder / "ptq")
+    return quantized.folder, applied(ONNX_INT8, graph, quantized, context, folder / "onnx").path
 
 
 def lowered(module: nn.Module, folder: Path, target: TargetName = "auto") -> tuple[Path, Path]:
