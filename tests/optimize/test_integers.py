@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from serve.runtime.device import cpu_integers
 from serve.runtime.engines.base import engines, executions_for, open_engine
 from serve.runtime.errors import EngineError, UserError
 from tests.processor import NEEDS_VNNI
+from tests.programs import Programs
 
 from .test_int8_kernels import depthwise
 from .workbench import applied, noise, noise_context, parent_of, run
@@ -57,7 +56,9 @@ print(json.dumps(said))
 """
 
 
-def without_vnni(pairs: list[tuple[Path, str]], pixels: torch.Tensor, scratch: Path) -> dict[str, str | None]:
+def without_vnni(
+    pairs: list[tuple[Path, str]], pixels: torch.Tensor, scratch: Path, programs: Programs
+) -> dict[str, str | None]:
     """What opening says, by folder and engine; and for the first folder with whatever engine is preferred."""
     torch.save(pixels, scratch / "pixels.pt")
     program = WITHOUT_VNNI.format(
@@ -65,7 +66,7 @@ def without_vnni(pairs: list[tuple[Path, str]], pixels: torch.Tensor, scratch: P
         pixels=str(scratch / "pixels.pt"),
         pairs=json.dumps([(str(folder), engine) for folder, engine in pairs]),
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = programs.run("-c", program)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -96,10 +97,10 @@ def test_dynamic_layers_take_seven_bits_wherever_they_run(monkeypatch: pytest.Mo
 
 @NEEDS_VNNI
 @ON_X86
-def test_a_cpu_without_vnni_refuses_eight_bits_in_every_engine(made, digits_context, tmp_path) -> None:
+def test_a_cpu_without_vnni_refuses_eight_bits_in_every_engine(made, digits_context, tmp_path, programs) -> None:
     artifacts = {"ptq": made("ptq"), "onnx-int8": made("ptq", "onnx-int8")}
     pairs = [(artifacts[name].folder, engine) for name, found in ENGINES.items() for engine in found]
-    said = without_vnni(pairs, digits_context.pixels(4), tmp_path)
+    said = without_vnni(pairs, digits_context.pixels(4), tmp_path, programs)
     assert len(said) == 4
     for message in said.values():
         assert message is not None
@@ -123,12 +124,12 @@ def narrow(tmp_path_factory) -> dict[str, Artifact]:
 
 
 @ON_X86
-def test_seven_bits_open_there_and_answer_as_everywhere_whatever_comes_in(narrow, tmp_path) -> None:
+def test_seven_bits_open_there_and_answer_as_everywhere_whatever_comes_in(narrow, tmp_path, programs) -> None:
     """Inputs far brighter and darker than those that were calibrated on, whose integers are all large."""
     pixels = torch.randint(0, 256, (16, 1, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     pixels[8:] = 255
     pairs = [(narrow[name].folder, engine) for name, found in ENGINES.items() for engine in found]
-    assert set(without_vnni(pairs, pixels, tmp_path).values()) == {None}
+    assert set(without_vnni(pairs, pixels, tmp_path, programs).values()) == {None}
     logits = {f"{engine} there": torch.load(f"{folder}-{engine}.logits") for folder, engine in pairs}
     from serve.runtime.service.predictor import infer
 

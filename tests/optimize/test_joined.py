@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 
 from optimize.export.onnx_graph.write import run_onnx
+from tests.programs import Programs
 
 from .workbench import decibels, lowered, noise_context
 
@@ -57,7 +56,9 @@ CASES: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...] = (
 )
 
 
-def test_what_is_put_together_and_scaled_or_cut_off_is_opened_and_means_what_it_meant(tmp_path: Path) -> None:
+def test_what_is_put_together_and_scaled_or_cut_off_is_opened_and_means_what_it_meant(
+    tmp_path: Path, programs: Programs
+) -> None:
     batch = noise_context().example(16)
     paths = []
     for number, (axis, then) in enumerate(CASES):
@@ -67,14 +68,14 @@ def test_what_is_put_together_and_scaled_or_cut_off_is_opened_and_means_what_it_
         _, path = lowered(Joined(then, axis).eval(), folder)
         assert [node.op_type for node in onnx.load(path).graph.node].count("Concat") == 1
         paths.append(path)
-    assert all(found > 30 for found in in_openvino(tmp_path, paths, batch))
+    assert all(found > 30 for found in in_openvino(tmp_path, paths, batch, programs))
 
 
-def in_openvino(folder: Path, paths: Sequence[Path], batch: torch.Tensor) -> list[float]:
+def in_openvino(folder: Path, paths: Sequence[Path], batch: torch.Tensor, programs: Programs) -> list[float]:
     """How many decibels each graph's answers in OpenVINO have of those in ONNX Runtime; it runs in another process."""
     np.save(folder / "batch.npy", batch.numpy())
-    words = [sys.executable, "-c", OPENED, str(folder / "batch.npy"), *map(str, paths)]
-    subprocess.run(words, check=True, timeout=300)
+    ended = programs.run("-c", OPENED, folder / "batch.npy", *paths)
+    assert ended.returncode == 0, ended.stderr
     return [decibels(run_onnx(path, batch), torch.from_numpy(np.load(f"{path}.npy"))) for path in paths]
 
 
@@ -105,7 +106,7 @@ READ: dict[str, tuple[int, Callable[[Tokens, torch.Tensor], torch.Tensor]]] = {
 }
 
 
-def test_tokens_that_are_put_together_are_read_by_layers(tmp_path: Path) -> None:
+def test_tokens_that_are_put_together_are_read_by_layers(tmp_path: Path, programs: Programs) -> None:
     batch = noise_context().example(16)
     paths = []
     for way, (axis, read) in READ.items():
@@ -115,7 +116,7 @@ def test_tokens_that_are_put_together_are_read_by_layers(tmp_path: Path) -> None
         with torch.no_grad():
             module(batch)
         paths.append(lowered(module.eval(), folder)[1])
-    found = dict(zip(READ, in_openvino(tmp_path, paths, batch), strict=True))
+    found = dict(zip(READ, in_openvino(tmp_path, paths, batch, programs), strict=True))
     assert all(decibels > 28 for decibels in found.values()), found
     # Along its own axis, as DenseNet's channels are, nothing is put in between.
     operators = [[node.op_type for node in onnx.load(path).graph.node] for path in paths]

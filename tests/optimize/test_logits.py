@@ -6,8 +6,6 @@ import copy
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from types import MethodType
@@ -29,6 +27,7 @@ from serve.runtime.card.known_answer import KnownAnswer, parse_known
 from serve.runtime.errors import Refusal, UserError
 from serve.runtime.service.predictor import probabilities_of
 from tests.narrow import layer
+from tests.programs import Programs
 
 SHAPE = (3, 8, 8)
 IMAGES = torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(7))
@@ -286,10 +285,13 @@ def write_example(folder: Path) -> Path:
     return folder
 
 
-def test_a_changed_network_travels_to_another_process():
+def test_a_changed_network_travels_to_another_process(tmp_path: Path, programs: Programs):
     network = giving_logits(with_one_tensor(net(lambda self, y: {"scores": self.last(y)}), SHAPE), "softmax")
-    code = "import pickle, sys, torch; n = pickle.load(sys.stdin.buffer); print(n(torch.ones(1, 3, 8, 8)).tolist())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=pickled_by_value(network), capture_output=True, check=True
+    (tmp_path / "network").write_bytes(pickled_by_value(network))
+    code = (
+        "import pathlib, pickle, sys, torch; network = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes());"
+        "print(network(torch.ones(1, 3, 8, 8)).tolist())"
     )
+    done = programs.run("-c", code, tmp_path / "network")
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[0] == pytest.approx(network(torch.ones(1, *SHAPE))[0].tolist(), rel=1e-5)

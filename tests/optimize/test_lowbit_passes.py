@@ -237,7 +237,7 @@ def test_onnx_runtime_computes_layers_of_few_bits_in_integers(graphs, tmp_path: 
     onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     kinds = [node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node]
     assert kinds.count("QLinearConv") == 4
-    highs = [high for _, _, _, high in quantizers(path.parent / "ptq")]
+    highs = [high for _, _, _, high in quantizers(path.parents[1] / "ptq")]
     assert highs.count(15) == 3, "of what three layers of 4 bits read"
     assert highs.count(255) == len(highs) - 3
     assert kinds.count("Clip") == sum(high < 255 for high in highs)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import subprocess
-import sys
 import textwrap
 import threading
 
@@ -23,6 +21,7 @@ from optimize.store.objects import Store
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError
 from tests.narrow import layer
+from tests.programs import Programs
 
 from .tiny_net import Tiny
 from .workbench import noise_context, run
@@ -159,17 +158,18 @@ for text in json.loads(sys.argv[1]):
 """
 
 
-def of_notebooks(*changes: dict[str, object]) -> list[str]:
+def of_notebooks(programs: Programs, *changes: dict[str, object]) -> list[str]:
     """The fingerprint of a class that has no file: as in a cell, each in a process of its own."""
     usual = {"factor": 2, "remark": "", "call": "act"}
     texts = json.dumps([NOTEBOOK.format(**usual | change) for change in changes])
-    words = [sys.executable, "-c", OF_NOTEBOOKS, texts]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    ended = programs.run("-c", OF_NOTEBOOKS, texts)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split()
 
 
-def test_a_class_of_a_notebook_is_told_by_its_code_and_what_that_refers_to():
+def test_a_class_of_a_notebook_is_told_by_its_code_and_what_that_refers_to(programs: Programs):
     first, remarked, other_factor, other_call = of_notebooks(
-        {}, {"remark": "only a remark"}, {"factor": 3}, {"call": "abs"}
+        programs, {}, {"remark": "only a remark"}, {"factor": 3}, {"call": "abs"}
     )
     assert len(first) == 64
     assert remarked == first

@@ -28,7 +28,7 @@ NEUTRAL = tuple(f"its_{name}" for name in METHODS)
 
 
 class OfTensors(nn.Module):
-    """Adds and multiplies by tensors of its own of these names."""
+    """Multiplies by tensors of its own of these names, and subtracts them, in turns."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class OfTensors(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        for name in self.names:
-            x = x * getattr(self, name) - getattr(self, name)
+        for number, name in enumerate(self.names):
+            x = x - getattr(self, name) if number % 2 else x * getattr(self, name)
         return cast("torch.Tensor", self.head(self.second(x).mean((2, 3))))
 
 

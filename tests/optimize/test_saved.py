@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +23,7 @@ from optimize.store.artifact import Artifact
 from optimize.store.objects import Store
 from serve.runtime.card.card import load_card
 from serve.runtime.errors import UserError
+from tests.programs import Programs
 
 from .runs_fixtures import ROOT, TINY
 from .tiny_net import Tiny
@@ -142,8 +141,8 @@ def test_what_does_not_belong_to_the_session_is_refused(session: Session, fused:
 # --- pickling
 
 READ = """
-import pickle, sys
-step = pickle.loads(sys.stdin.buffer.read())
+import pathlib, pickle, sys
+step = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
 artifact = step.artifact
 again = artifact.build_module.args[0].apply(artifact, __import__("optimize").Dynamic())
 print(artifact.name, artifact.key, len(artifact.module().state_dict()), again.cached)
@@ -151,24 +150,20 @@ print(artifact.name, artifact.key, len(artifact.module().state_dict()), again.ca
 
 
 @pytest.mark.slow
-def test_a_step_is_read_in_another_process_in_another_folder_and_gone_on_from(tmp_path: Path) -> None:
+def test_a_step_is_read_in_another_process_in_another_folder_and_gone_on_from(
+    tmp_path: Path, programs: Programs
+) -> None:
     base = opt.load(TINY, training=opt.Training(epochs=1, augment=False), store=tmp_path / "store", device="cpu")
     fused = opt.apply(base, opt.Fuse())
     made = opt.apply(fused, opt.Dynamic(), name="before")
     assert made.artifact.name == "before"
     pickled = pickle.dumps(fused.step)
     assert len(pickled) < 20_000  # words and keys, no images and no weights
-    read = subprocess.run(
-        [sys.executable, "-c", READ],
-        input=pickled,
-        capture_output=True,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-        check=False,
-        timeout=120,
-    )
-    assert read.returncode == 0, read.stderr.decode()
-    words = read.stdout.decode().split()
+    (tmp_path / "step").write_bytes(pickled)
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    read = programs.run("-c", READ, tmp_path / "step", cwd=tmp_path, environment=environment)
+    assert read.returncode == 0, read.stderr
+    words = read.stdout.split()
     assert words == ["fuse", fused.artifact.key, str(len(fused.artifact.module().state_dict())), "True"]
 
 
