@@ -8,34 +8,14 @@ DATA ?= digits
 STORE ?= model_store
 DEVICE ?= auto
 MEASURE ?= auto
-CHECKPOINT ?=
-RECIPE ?=
-IMAGE_SIZE ?=
-CLASSES ?=
-CLASS_ORDER ?=
-VAL_IMAGES ?=
-AUGMENT ?=
-PROCESSES ?=
-TENSORBOARD ?=
-SKIP_UNREADABLE ?=
-ACCEPT_GAPS ?=
-WEIGHTS ?=
-WEIGHTS_KEY ?=
-RESIZE ?=
-CROP ?=
-MEAN ?=
-STD ?=
-INTERPOLATION ?=
-PIXEL_MAX ?=
-SEED ?=
-OBJECTIVE ?=
-MAX_DROP ?=
-CONFIDENCE ?=
-TRUST_CHECKPOINT ?=
-# Those of them that are given, as options of `run`.
-RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RESIZE CROP MEAN STD INTERPOLATION PIXEL_MAX \
-	CLASSES CLASS_ORDER VAL_IMAGES AUGMENT PROCESSES TENSORBOARD SEED OBJECTIVE MAX_DROP CONFIDENCE,$(if $($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))')) \
-	$(if $(SKIP_UNREADABLE),--skip-unreadable) $(if $(ACCEPT_GAPS),--accept-gaps) $(if $(TRUST_CHECKPOINT),--trust-checkpoint) $(if $(RUN),--name '$(RUN)') $(if $(REPLACE),--replace)
+# The run's name; by default the commands make it of MODEL and DATA.
+RUN ?=
+# Options that are handed as they are to the command of a target: make optimize ARGS="--seed 3 --json".
+ARGS ?=
+# Options of `optimize run` (make optimize) by their names in capitals: those that take a value, and those that take none.
+RUN_VALUES := CHECKPOINT CLASSES CLASS_ORDER VAL_IMAGES AUGMENT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RESIZE CROP MEAN STD \
+	INTERPOLATION PIXEL_MAX SEED PROCESSES TENSORBOARD OBJECTIVE MAX_DROP CONFIDENCE
+RUN_FLAGS := SKIP_UNREADABLE ACCEPT_GAPS REPLACE REMEASURE TRUST_CHECKPOINT
 # Models, and options of `benchmarks.zoo`: make zoo ZOO='resnet18 --again'.
 ZOO ?=
 # Of `make bench-quant` and `make table-cifar`: see there.
@@ -45,9 +25,6 @@ RESNET56 ?=
 TABLE ?=
 MOBILENET ?=
 QUANT ?=
-# The run's name; by default the commands make it of MODEL and DATA.
-RUN ?=
-REPLACE ?=
 # Options of `serve start` (make serve) by their names in capitals: those that take a value, several words, or none.
 ARTIFACTS ?=
 SERVE_VALUES := HOST PORT MANAGEMENT_PORT METRICS_PORT GRPC_INFERENCE_PORT GRPC_MANAGEMENT_PORT QUEUE BODY_MB HELD_MB \
@@ -60,10 +37,11 @@ ifeq ($(origin HOST),environment)
 override HOST :=
 endif
 option = --$(shell echo '$(1)' | tr 'A-Z_' 'a-z-')
-SERVE_OPTIONS = $(foreach word,$(ARTIFACTS),--artifact '$(word)') \
-	$(foreach name,$(SERVE_VALUES),$(if $($(name)),$(call option,$(name)) '$($(name))')) \
-	$(foreach name,$(SERVE_LISTS),$(foreach word,$($(name)),$(call option,$(name)) '$(word)')) \
-	$(foreach name,$(SERVE_FLAGS),$(if $($(name)),$(call option,$(name))))
+# Those of a command's options that are given: $(call options,RUN) or $(call options,SERVE).
+options = $(foreach name,$($(1)_VALUES),$(if $($(name)),$(call option,$(name)) '$($(name))')) \
+	$(foreach name,$($(1)_LISTS),$(foreach word,$($(name)),$(call option,$(name)) '$(word)')) \
+	$(foreach name,$($(1)_FLAGS),$(if $($(name)),$(call option,$(name))))
+SERVE_OPTIONS = $(foreach word,$(ARTIFACTS),--artifact '$(word)') $(call options,SERVE) $(ARGS)
 THE_RUN = $(if $(RUN),'$(RUN)','$(MODEL)' --data '$(DATA)')
 # Several in one server: NAME=RUN/ARTIFACT each, or less.
 RUNS ?=
@@ -94,13 +72,11 @@ BIN := $(VENV)/bin
 .PHONY: soak audit fuzz prose docs reference clean check-workarounds
 
 help: ## this list
-	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
-	@echo "                   [DEVICE=auto|cpu|cuda] [MEASURE=auto|cpu|cuda|cpu,cuda] [IMAGE_SIZE=pixels]"
-	@echo "                   [WEIGHTS=name] [WEIGHTS_KEY=key]"
-	@echo "                   [RESIZE=pixels] [CROP=pixels] [MEAN=r,g,b] [STD=r,g,b] [INTERPOLATION=name] [PIXEL_MAX=number]"
-	@echo "                   [CLASSES=file] [CLASS_ORDER=data|sorted|natural|checkpoint|file] [VAL_IMAGES=number] [AUGMENT=none|shift|shift+flip] [SKIP_UNREADABLE=1] [ACCEPT_GAPS=1]"
-	@echo "                   [PROCESSES=number] [TENSORBOARD=folder] [RUN=name] [REPLACE=1] [SEED=number]"
-	@echo "                   [OBJECTIVE=latency|p95|throughput|size] [MAX_DROP=0.5pp] [CONFIDENCE=0.95] [TRUST_CHECKPOINT=1]"
+	@echo "usage: make TARGET [MODEL=resnet18] [DATA=digits] [STORE=model_store] [DEVICE=auto|cpu|cuda] [RUN=name]"
+	@echo "                   [ARGS='options that the command of TARGET gets as they are, such as --help']"
+	@echo "       make optimize [MEASURE=auto|cpu|cuda|cpu,cuda] and the options of \`optimize run\`, in capitals:"
+	@echo '$(RUN_VALUES)' | fold -s -w 90 | sed 's/^/                   /'
+	@echo "                   and with =1: $(RUN_FLAGS)"
 	@echo "       make serve  [RUNS='run run/artifact name=run'] [ARTIFACTS=all|'name name'] [PORT=number] [WORKERS=number]"
 	@echo "                   and each other option of \`serve start\`, in capitals: [BATCH_SIZE=8] [ENGINE=openvino] [EXPOSE=1 HOST=0.0.0.0]"
 	@echo "       make add    [RUN=run/artifact] [RUNS='run name=run'] and options of \`serve add\`: [ARTIFACTS=all] [WORKERS=number]"
@@ -126,11 +102,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 optimize: $(VENV)/.installed ## build, measure and pack MODEL's artifacts
 	@$(BIN)/python -m optimize run '$(MODEL)' --data '$(DATA)' --store '$(STORE)' --device '$(DEVICE)' \
-		--measure '$(MEASURE)' $(RUN_OPTIONS)
+		--measure '$(MEASURE)' $(if $(RUN),--name '$(RUN)') $(call options,RUN) $(ARGS)
 
-bench: $(VENV)/.installed ## as optimize, and time the artifacts anew
-	@$(BIN)/python -m optimize run '$(MODEL)' --data '$(DATA)' --store '$(STORE)' --device '$(DEVICE)' \
-		--measure '$(MEASURE)' --remeasure $(RUN_OPTIONS)
+bench: REMEASURE := 1
+bench: optimize ## as optimize, and time the artifacts anew
 
 $(VENV)/.installed-peers: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
@@ -207,7 +182,7 @@ bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; wri
 	$(BIN)/python -m benchmarks.imagenet_scale --write docs/benchmarks/data.md
 
 package: $(VENV)/.installed ## pack the archives of a run again
-	@$(BIN)/python -m serve package $(THE_RUN) --store '$(STORE)'
+	@$(BIN)/python -m serve package $(THE_RUN) --store '$(STORE)' $(ARGS)
 
 serve: $(VENV)/.installed ## serve what the run recommends over REST, on loopback
 	@$(BIN)/python -m serve start $(THE_RUNS) --store '$(STORE)' --device '$(DEVICE)' $(SERVE_OPTIONS)
@@ -228,16 +203,16 @@ replace: ## serve another artifact by the name of one that is served
 		--device '$(DEVICE)' $(SERVE_OPTIONS),1),$(UNNAMED))
 
 remove: ## serve a model no more while the server goes on
-	@$(if $(SERVED),$(call serve_command,remove $(foreach name,$(SERVED),'$(name)') --store '$(STORE)',1),$(UNNAMED))
+	@$(if $(SERVED),$(call serve_command,remove $(foreach name,$(SERVED),'$(name)') --store '$(STORE)' $(ARGS),1),$(UNNAMED))
 
 stop: ## stop the server
-	@$(call serve_command,stop $(if $(RUN),'$(RUN)') --store '$(STORE)',0)
+	@$(call serve_command,stop $(if $(RUN),'$(RUN)') --store '$(STORE)' $(ARGS),0)
 
 status: ## how the server and its models are; fails where one has no ready worker
-	@$(call serve_command,status --store '$(STORE)',1)
+	@$(call serve_command,status --store '$(STORE)' $(ARGS),1)
 
 audit: $(VENV)/.installed-audit ## what is known against the Python packages and TorchServe's jar (needs a network)
-	@$(BIN)/python -m serve audit
+	@$(BIN)/python -m serve audit $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check optimize serve tests examples benchmarks tools

@@ -26,7 +26,8 @@ from optimize.quantization.convert import prepare, trace_calls
 from optimize.quantization.gate import sqnr
 from optimize.quantization.simulate import simulated
 from optimize.quantization.targets import target_named
-from optimize.run.job import Job, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from serve.runtime.device.cpu_integers import ANY_X86, VNNI_X86
 from serve.runtime.images.image_preprocessing import normalise
 

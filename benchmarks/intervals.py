@@ -56,7 +56,7 @@ def measure(store: Path, names: Sequence[str], repeats: int) -> Iterator[Compari
     from optimize.measure.timing import Timing
     from optimize.report.lines import lines
     from optimize.run.comparing import compare_runs
-    from optimize.run.recommendation import Recommend
+    from optimize.run.recommendation_rule import Recommend
 
     for number in range(1, repeats + 1):
         results = compare_runs(

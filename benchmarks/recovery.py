@@ -20,7 +20,8 @@ from optimize.listener import SILENT
 from optimize.measure.rows import Report, Row
 from optimize.passes.base import pass_of
 from optimize.report.words import percent, points
-from optimize.run.job import Job, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from optimize.run.pipeline import run
 from optimize.run.recipe import load_recipe
 from optimize.store.artifact import WEIGHTS_FILE

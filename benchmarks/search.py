@@ -28,7 +28,8 @@ from optimize.precision.records import Found
 from optimize.precision.search import Search, search
 from optimize.precision.table import markdown
 from optimize.report.words import NONE, number, points
-from optimize.run.job import Job, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from optimize.run.recipe import load_recipe
 
 PULLED = "MobileNetV2, pulled"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from optimize.data.from_python import image_data
     from optimize.errors import NotApplicableError, PassError
     from optimize.measure.timing import Timing
-    from optimize.models.preprocessing import PreprocessingConfig
+    from optimize.models.preprocessing_config import PreprocessingConfig
     from optimize.passes.dynamic import Dynamic
     from optimize.passes.equalize import Equalize
     from optimize.passes.expand import Expand
@@ -127,7 +127,7 @@ _HOMES = {
     "ServingOptions": "serve.common.options",
     "Timing": "optimize.measure.timing",
     "Dynamic": "optimize.passes.dynamic",
-    "PreprocessingConfig": "optimize.models.preprocessing",
+    "PreprocessingConfig": "optimize.models.preprocessing_config",
     "Equalize": "optimize.passes.equalize",
     "Expand": "optimize.passes.expand",
     "Reestimate": "optimize.passes.reestimate",

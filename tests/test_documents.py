@@ -87,7 +87,7 @@ def test_every_command_and_its_options_exist(module: str, app: object) -> None:
 
 def test_every_make_target_and_variable_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    lists = re.findall(r"^SERVE_(?:VALUES|LISTS|FLAGS) := (.*)$", makefile.replace("\\\n", ""), re.MULTILINE)
+    lists = re.findall(r"^(?:RUN|SERVE)_(?:VALUES|LISTS|FLAGS) := (.*)$", makefile.replace("\\\n", ""), re.MULTILINE)
     known = {*re.findall(r"^(\w+) \?=", makefile, re.MULTILINE), *" ".join(lists).split()}
     called = [line.partition("#")[0] for line in lines_of("bash") if line.startswith("make ")]
     assert called

@@ -34,7 +34,8 @@ from optimize.measure.machine import machine, measured_devices, versions
 from optimize.measure.statistics import ratio_interval
 from optimize.noise import silenced
 from optimize.passes.base import pass_of
-from optimize.run.job import Job, Opened, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import Opened, open_job
 from optimize.run.recipe import load_recipe
 from optimize.store.artifact import Artifact
 from optimize.store.effects import WHOLE, read_effects

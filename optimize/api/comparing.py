@@ -17,7 +17,8 @@ from optimize.noise import silenced
 from optimize.report.comparison import Comparison
 from optimize.run.comparing import compare_runs as _compare_runs
 from optimize.run.floats import graph_of
-from optimize.run.recommendation import Objective, Recommend, recommend
+from optimize.run.recommendation import recommend
+from optimize.run.recommendation_rule import Objective, Recommend
 from optimize.run.results import measure as measure_steps
 from optimize.run.session import Step
 from optimize.store.artifact import Artifact

@@ -12,14 +12,16 @@ from pathlib import Path
 from torch import nn
 
 from optimize.arguments import must_be, must_be_model, nearest_settings, step_name, step_names
+from optimize.data.augmentation_choice import Augmentation
 from optimize.data.formats.base import DEFAULT_DATA
 from optimize.data.from_python import image_data
 from optimize.data.items import Data
-from optimize.data.records import Augmentation, ImageData
+from optimize.data.records import ImageData
 from optimize.measure.rows import Skip
-from optimize.models.preprocessing import PreprocessingConfig, Wish
+from optimize.models.preprocessing_config import PreprocessingConfig, Wish
 from optimize.noise import silenced
-from optimize.run.job import Job, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from optimize.run.saved import take
 from optimize.run.session import Session
 from optimize.run.skips import not_made, skip_of

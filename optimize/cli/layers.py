@@ -5,19 +5,25 @@ from __future__ import annotations
 import contextlib
 import sys
 from json import dumps
-from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 from rich.console import Console
 
 from optimize.cli.words import Execution, Measure, SkipUnreadable, Store, uncollected
-from optimize.data.formats.base import DEFAULT_DATA
 from optimize.run.drop import drop_of
+from optimize.run.job import Job
 from serve.common.command_line import reported
+from serve.common.command_options import with_options
 from serve.common.hints import DEFAULT_STORE
 from serve.common.layout import run_and_artifact
 from serve.runtime.errors import PipelineError, UserError
+
+#: The options of `optimize run` that a search has, too.
+_OF_A_SEARCH = (
+    *("model", "checkpoint", "data", "val_images", "skip_unreadable", "weights", "weights_key", "image_size"),
+    *("recipe", "store", "device", "measure", "run", "seed", "trust_checkpoint"),
+)
 
 
 def sensitivity(  # noqa: PLR0917 - each is an option of the command line
@@ -66,11 +72,9 @@ def sensitivity(  # noqa: PLR0917 - each is an option of the command line
             typer.echo(f"chart: {folder / 'sensitivity.svg'}   table: {folder / 'sensitivity.md'}")
 
 
-def search(  # noqa: PLR0917 - each is an option of the command line
-    model: Annotated[
-        str,
-        typer.Argument(help="A torchvision classifier, timm:NAME, path/to/file.py:factory or some.module:factory."),
-    ],
+@with_options(Job, "job", only=_OF_A_SEARCH)
+def search(
+    *,
     max_drop: Annotated[
         str, typer.Option(help="Largest loss of top-1, in percentage points: 0.5, or 0.5pp.", metavar="POINTS")
     ] = "0.5",
@@ -84,43 +88,14 @@ def search(  # noqa: PLR0917 - each is an option of the command line
     method: Annotated[str, typer.Option(help="How layers are looked for: greedy or halving.")] = "greedy",
     max_trials: Annotated[Optional[int], typer.Option(min=1, help="Most trials.")] = None,  # noqa: UP045
     execution: Execution = None,
-    checkpoint: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Trained weights, as for `run`. Without them the baseline is trained."),
-    ] = None,
-    data: Annotated[str, typer.Option(help="The images to train, calibrate and measure with.")] = DEFAULT_DATA,
-    val_images: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=2, help="Measure accuracy on so many validation images, drawn from each class alike."),
-    ] = None,
-    skip_unreadable: SkipUnreadable = False,
-    weights: Annotated[
-        Optional[str], typer.Option(help="torchvision's own weights, such as DEFAULT.")  # noqa: UP045
-    ] = None,
-    weights_key: Annotated[
-        Optional[str], typer.Option(help="Which weights of the checkpoint, as for `run`.")  # noqa: UP045
-    ] = None,
-    image_size: Annotated[
-        Optional[int], typer.Option(min=1, help="Side of the network's input in pixels.")  # noqa: UP045
-    ] = None,
-    recipe: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="A recipe whose baseline, preprocessing and first ptq stage are taken."),
-    ] = None,
-    store: Store = DEFAULT_STORE,
-    device: Annotated[str, typer.Option(help="Where to train and calibrate: auto, cpu, cuda or cuda:N.")] = "auto",
-    measure: Measure = "auto",
-    name: Annotated[Optional[str], typer.Option(help="What to call it; by default made of model and data.")] = None,  # noqa: UP045
-    seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
-    trust_checkpoint: Annotated[
-        bool, typer.Option("--trust-checkpoint", help="Let the checkpoint's pickle run code. Only for files you made.")
-    ] = False,
+    job: Job,
     json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")] = False,
 ) -> None:
     """Choose the precision of each layer under a budget, by measured accuracy and measured latency.
 
-    Interrupted, it goes on where it was. A recipe that makes what was found is written. Exit code 1 if nothing keeps
-    the budget.
+    Interrupted, it goes on where it was. A recipe that makes what was found is written. Of
+    --recipe, the baseline, the preprocessing and the first ptq stage are taken. Exit code 1 if nothing keeps the
+    budget.
     """
     with reported("interrupted; every trial is kept, the same command goes on from there"):
         with uncollected():
@@ -129,7 +104,6 @@ def search(  # noqa: PLR0917 - each is an option of the command line
             from optimize.precision.search import Search
             from optimize.precision.table import print_search
             from optimize.report.terminal import Display
-            from optimize.run.job import Job
 
         words = [word.strip() for word in bits.split(",")]
         if not all(word.isascii() and word.isdigit() for word in words):
@@ -143,23 +117,6 @@ def search(  # noqa: PLR0917 - each is an option of the command line
             "execution": execution,
         }
         by = Search(**asked)
-        job = Job(
-            model=model,
-            checkpoint=checkpoint,
-            data=data,
-            val_images=val_images,
-            skip_unreadable=skip_unreadable,
-            recipe=recipe,
-            store=store,
-            device=device,
-            measure=measure,
-            image_size=image_size,
-            weights=weights,
-            weights_key=weights_key,
-            run=name,
-            trust_checkpoint=trust_checkpoint,
-            seed=seed,
-        )
         noise.silence()
         with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
             found, folder = search_job(job, by, display)

@@ -11,41 +11,20 @@ from typing import Annotated, Any, Optional
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from optimize.run.drop import drop_of
-
-Store = Annotated[Path, typer.Option(help="Where runs are kept.")]
+Store = Annotated[Path, typer.Option(help="The folder that runs are kept in.")]
 Every = Annotated[bool, typer.Option("--all", help="List every execution of each artifact, and not its best alone.")]
 Measure = Annotated[
     str, typer.Option(help="Where to measure: auto (every device that there is), or a list such as cpu,cuda.")
 ]
-AcceptGaps = Annotated[
-    bool,
-    typer.Option("--accept-gaps", help="Go on with data in which something is missing, such as images of a class."),
-]
 SkipUnreadable = Annotated[
     bool,
     typer.Option(
-        "--skip-unreadable", help="Measure without the validation images that cannot be read; they are counted."
+        "--skip-unreadable", help="Measure without the validation images that cannot be read; the report counts them."
     ),
 ]
 Execution = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(help="The engine that trials run by; by default the one that runs int8 fastest.", metavar="ENGINE"),
-]
-Objective = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(help="What the recommended artifact is best at: latency, p95, throughput or size."),
-]
-MaxDrop = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        help="Loss of top-1 that it must be shown not to have: a fraction up to 0.05, or points such as 0.5pp.",
-        metavar="FRACTION",
-    ),
-]
-Confidence = Annotated[
-    Optional[float],  # noqa: UP045
-    typer.Option(help="With which that is shown, for all pairs together: 0.95.", metavar="FRACTION"),
 ]
 
 
@@ -75,8 +54,3 @@ def uncollected() -> Iterator[None]:
 def given(**options: object) -> dict[str, Any]:
     """Those options that were given."""
     return {name: value for name, value in options.items() if value is not None}
-
-
-def fraction(words: str | None) -> float | None:
-    """The option ``--max-drop`` of commands where a bare number is a fraction."""
-    return None if words is None else drop_of(words, plain="fraction")

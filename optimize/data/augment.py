@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import get_args
 
 import torch
 
+from optimize.data.augmentation_choice import Augmentation
 from optimize.data.draws import Draws
-from optimize.data.records import Augmentation
 from serve.runtime.images.lean_torchvision import functional as transforms
-
-#: What is done to training images, in words for the first lines of a run.
-IN_WORDS: dict[Augmentation, str] = {
-    "none": "taken as they are",
-    "shift": "shifted at random, not mirrored, so that text, signs and sides stay true (augment shift+flip mirrors)",
-    "shift+flip": "shifted and mirrored at random (augment shift does not mirror)",
-}
-
-AUGMENTATIONS: tuple[Augmentation, ...] = get_args(Augmentation)
 
 
 def augment(batch: torch.Tensor, kind: Augmentation, draws: Draws) -> torch.Tensor:

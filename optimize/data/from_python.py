@@ -26,10 +26,11 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from optimize.data.augmentation_choice import Augmentation
 from optimize.data.folders import cache_folder
 from optimize.data.items import Data, Items, Pair, drawn_by, items_of, kind
 from optimize.data.pixels import native_size
-from optimize.data.records import Augmentation, ImageData, Split
+from optimize.data.records import ImageData, Split
 from optimize.data.sources import Pixels, Records, Source, png, select, tiff
 from optimize.data.splits import split_off
 from serve.common.progress import shown

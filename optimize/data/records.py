@@ -9,12 +9,11 @@ from typing import Literal
 
 import torch
 
+from optimize.data.augmentation_choice import Augmentation
 from optimize.data.fingerprint import Fingerprint, both, fingerprint
 from optimize.data.sources import Source
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.display import Described
-
-Augmentation = Literal["none", "shift", "shift+flip"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

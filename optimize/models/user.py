@@ -20,7 +20,8 @@ from optimize.models.neighbours import (
     owners_of,
     running,
 )
-from optimize.models.preprocessing import FALLBACK, parse_preprocessing
+from optimize.models.preprocessing import FALLBACK
+from optimize.models.preprocessing_config import parse_preprocessing
 from optimize.models.source import ModelSource
 from serve.common.layout import expanded
 from serve.runtime.card.card import Preprocessing

@@ -8,22 +8,23 @@ from pathlib import Path
 from typing import Final
 
 from optimize.listener import Listener
-from optimize.models.preprocessing import Wish
+from optimize.models.preprocessing_config import Wish
 from optimize.passes.ptq import Ptq
 from optimize.precision.files import RECIPE_FILE, write_search
 from optimize.precision.records import Found
 from optimize.precision.search import Search, search
 from optimize.precision.sensitivity import one_image
-from optimize.run.job import Job, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from optimize.run.pipeline import make_baseline
 from optimize.run.recipe import DEFAULT_RECIPE, load_recipe
+from serve.common.command_options import entries
 from serve.common.config import defaults
 from serve.common.hints import command
+from serve.runtime.errors import UserError
 
 #: Settings of a job that stand elsewhere in a command, and those that a search is not given.
-_SAID_OTHERWISE: Final = frozenset({"model", "recipe", "store", "preprocessing", "recommend"})
-#: Options that are not called as the setting is.
-_SPELLED: Final = {"run": "name"}
+_SAID_OTHERWISE: Final = frozenset({"model", "recipe", "store"})
 
 
 def search_job(job: Job, by: Search, listener: Listener) -> tuple[Found, Path]:
@@ -42,6 +43,8 @@ def search_job(job: Job, by: Search, listener: Listener) -> tuple[Found, Path]:
         UserError: something is missing, unreadable, or does not fit.
         PipelineError: the float network cannot be made or measured.
     """
+    if job.val_images == 1:
+        raise UserError("--val-images must be at least 2 here: one half chooses the layers, the other half judges them")
     path = job.recipe or DEFAULT_RECIPE
     recipe = load_recipe(path)
     ptq = next((stage.config for stage in recipe.stages if isinstance(stage.config, Ptq)), Ptq())
@@ -64,10 +67,10 @@ def to_pack(job: Job, folder: Path) -> str:
     """
     usual = defaults(Job)
     words = ["optimize", "run", str(job.model), "--recipe", str(folder / RECIPE_FILE)]
-    for setting in Job.model_fields:
-        value = getattr(job, setting)
-        if setting in _SAID_OTHERWISE or value == usual[setting]:
+    for entry in entries(Job):
+        if entry.within or entry.name in _SAID_OTHERWISE:
             continue
-        option = f"--{_SPELLED.get(setting, setting.replace('_', '-'))}"
-        words += [option] if value is True else [option, str(value)]
+        value = getattr(job, entry.name)
+        if value != usual[entry.name]:
+            words += [entry.flag] if value is True else [entry.flag, str(value)]
     return command(shlex.join(words), job.store)

@@ -27,7 +27,8 @@ from optimize.measure.processes import Worker
 from optimize.measure.rows import Machine, Measurement, Pair, Report, Results, Row, Skip
 from optimize.measure.timing import Timing
 from optimize.report.runs import report_of
-from optimize.run.recommendation import Recommend, recommend
+from optimize.run.recommendation import recommend
+from optimize.run.recommendation_rule import Recommend
 from optimize.run.turns import turns
 from optimize.store.objects import Store
 from serve.common import layout

@@ -20,16 +20,18 @@ from optimize.listener import Listener
 from optimize.measure.bench import Bench
 from optimize.measure.machine import machine, versions
 from optimize.measure.rows import Data, Machine, Report, Row, Skip
-from optimize.models.preprocessing import Wish
+from optimize.models.preprocessing_config import Wish
 from optimize.profiling.files import layer_charts
 from optimize.report.charts import stored_charts
 from optimize.report.page import write_html
 from optimize.run.floats import graph_of
 from optimize.run.identity import refuse_replacing, write_identity
-from optimize.run.job import Job, Opened, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import Opened, open_job
 from optimize.run.publishing import publish
 from optimize.run.recipe import DEFAULT_RECIPE, Recipe, Stage, load_recipe
-from optimize.run.recommendation import Recommend, recommend
+from optimize.run.recommendation import recommend
+from optimize.run.recommendation_rule import Recommend
 from optimize.run.rehearsal import check_teaching
 from optimize.run.results import measure
 from optimize.run.session import BASELINE, Step

@@ -5,9 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-from pydantic import ConfigDict, Field
 
 from optimize.measure.figures import LEVEL, Measured
 from optimize.measure.latency import Speed, falls_behind, level, typical
@@ -22,37 +19,10 @@ from optimize.measure.statistics import (
 from optimize.report.words import number, percent, points, times
 from optimize.run.missing_graph import missing_graph
 from optimize.run.proof import Tested, first_level, most_of_one, prove
-from serve.common.config import Config
-
-Objective = Literal["latency", "p95", "throughput", "size"]
+from optimize.run.recommendation_rule import Objective, Recommend
 
 #: A p95 of more than so many p50s is a long tail, if it is also so many times that of the others.
 _LONG_TAIL = 2.0
-
-
-class Recommend(Config):
-    """How the recommended artifact is chosen."""
-
-    model_config = ConfigDict(title="")  # in messages, its settings are the command line's
-
-    objective: Objective = Field(
-        default="latency",
-        description="what must be best: the median latency of one image, its 95th percentile, the throughput at the "
-        "best batch size, or the file's size",
-    )
-    max_drop: float = Field(
-        default=0.02,
-        ge=0,
-        le=1,
-        description="loss of top-1, as a fraction, that a pair must be shown not to have",
-    )
-    # Above it, half of what is left is lost in a double, and the interval has no end.
-    confidence: float = Field(
-        default=0.95,
-        ge=0.5,
-        le=1 - 1e-9,
-        description="that no pair which passes has that loss, over all pairs together",
-    )
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from optimize.data.class_order import in_recorded_order
 from optimize.data.formats.base import open_data
 from optimize.listener import Listener
 from optimize.measure.rows import Report
-from optimize.models.preprocessing import PreprocessingConfig, Wish
+from optimize.models.preprocessing_config import PreprocessingConfig, Wish
 from optimize.report.runs import artifact_folder, report_of
 from optimize.run.identity import identity_of
-from optimize.run.job import Job, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from optimize.run.saved import take
 from optimize.run.session import Session, Step
 from serve.common import layout

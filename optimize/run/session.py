@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from optimize.context import Context
-from optimize.data.augment import IN_WORDS
+from optimize.data.augmentation_choice import IN_WORDS
 from optimize.export.sparsity import sparsity
 from optimize.measure.machine import installed_version, machine, versions
 from optimize.measure.surroundings import timing_here

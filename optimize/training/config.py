@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from optimize.data.records import Augmentation, ImageData
+from optimize.data.augmentation_choice import Augmentation
+from optimize.data.records import ImageData
 from optimize.training.distil import Distil, as_distil
 from serve.common.config import Config
 

@@ -7,25 +7,24 @@ from typing import Annotated
 
 import typer
 
-from serve.cli.shared_arguments import Data, Run, Store
+from serve.cli.shared_arguments import Data, Run, Store, serving_options
 from serve.cli.signatures import PasswordFile, password_in
 from serve.common.command_line import reported
-from serve.common.command_options import with_serving_options
 from serve.common.hints import DEFAULT_STORE
 from serve.common.options import ServingOptions
 
 
-@with_serving_options
+@serving_options
 def package(
     run: Run,
     *,
-    options: ServingOptions,
     store: Store = DEFAULT_STORE,
     sign: Annotated[
         Path | None, typer.Option(metavar="KEY", help="Sign each archive with this private key; see `sign`.")
     ] = None,
     password_file: PasswordFile = None,
     data: Data = None,
+    options: ServingOptions,
 ) -> None:
     """Build an archive (.mar) of every artifact of RUN.
 

@@ -20,10 +20,10 @@ from serve.cli.shared_arguments import (
     Store,
     Targets,
     checked_device,
+    serving_options,
     the_running,
 )
 from serve.common.command_line import reported
-from serve.common.command_options import with_serving_options
 from serve.common.hints import DEFAULT_STORE, target
 from serve.common.options import ServingOptions
 from serve.runtime.errors import UserError
@@ -77,11 +77,10 @@ AccessLog = Annotated[
 ]
 
 
-@with_serving_options
+@serving_options
 def start(
     targets: Targets,
     *,
-    options: ServingOptions,
     store: Store = DEFAULT_STORE,
     queue: Queue = Limits.queue,
     body_mb: BodyMb = Limits.body_mb,
@@ -110,6 +109,7 @@ def start(
     metrics_port: Annotated[int, typer.Option(help="Of Prometheus; asks for no token.", rich_help_panel=PORTS)] = 8082,
     grpc_inference_port: Annotated[int, typer.Option(help="Of predictions by gRPC.", rich_help_panel=PORTS)] = 7070,
     grpc_management_port: Annotated[int, typer.Option(help="Of management by gRPC.", rich_help_panel=PORTS)] = 7071,
+    options: ServingOptions,
 ) -> None:
     """Start TorchServe with what RUN recommends, and return when every model answers.
 
@@ -162,11 +162,10 @@ def start(
         typer.echo(f"  {_curl(store, running)}")
 
 
-@with_serving_options
+@serving_options
 def add(
     targets: Targets,
     *,
-    options: ServingOptions,
     store: Store = DEFAULT_STORE,
     artifact: Artifacts = None,
     require_signed: RequireSigned = None,
@@ -174,6 +173,7 @@ def add(
     require_known: RequireKnown = False,
     data: Data = None,
     device: Device = "auto",
+    options: ServingOptions,
 ) -> None:
     """Serve more, of any run of the store, while the server goes on; all of it or nothing."""
     with reported():
@@ -198,20 +198,20 @@ def add(
         _tell_unchecked(running, selection.archives)
 
 
-@with_serving_options
+@serving_options
 def replace(
     name: Annotated[str, typer.Argument(help="The model, as `serve status` names it.")],
     target: Annotated[
         str | None, typer.Argument(help="RUN/ARTIFACT. Default: what it is of, as it is packed now.")
     ] = None,
     *,
-    options: ServingOptions,
     store: Store = DEFAULT_STORE,
     require_signed: RequireSigned = None,
     foreign_code: ForeignCode = False,
     require_known: RequireKnown = False,
     data: Data = None,
     device: Device = "auto",
+    options: ServingOptions,
 ) -> None:
     """Serve another artifact by the name of one that is served; no request is lost.
 

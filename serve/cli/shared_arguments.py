@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from serve.common.command_options import with_options
+from serve.common.options import ServingOptions
 from serve.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,6 +48,11 @@ ForeignCode = Annotated[
 
 
 RequireKnown = Annotated[bool, typer.Option("--require-known", help="Refuse archives without a known answer.")]
+
+#: Gives a command the options of how archives are served, as its parameter ``options``.
+serving_options = with_options(
+    ServingOptions, "options", panel="How models are served, where that is not as their archives say"
+)
 
 
 def checked_device(device: str) -> DeviceChoice:

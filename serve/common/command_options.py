@@ -1,13 +1,15 @@
-"""`ServingOptions` as options of a command line, made from its fields: what they mean and may be is said there."""
+"""Options of a command line and their reference, made from the fields of settings: nothing is declared twice."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 import re
-from collections.abc import Callable, Iterable
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,118 +17,196 @@ from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
 
 from serve.common.command_line import reported
-from serve.common.options import ServingOptions
-from serve.runtime.errors import UserError
+from serve.common.config import Config, Option, OptionsOf
+
+#: What follows a description's first sentence, and what it says of a default that the help shows apart.
+_REST = re.compile(r"; None: [^.]*|(?<=\.)\s.*", re.DOTALL)
+
+Command = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class _Words:
-    """A setting that is no single number or truth value: its option, what is written after it, and how it is read."""
+class Entry:
+    """One option: a field of settings, or a field of the settings ``within`` another field."""
 
-    flag: str
-    metavar: str
-    kind: Any
-    read: Callable[[Any], Any]
-    usual: str = ""
+    name: str
+    field: FieldInfo
+    within: str = ""
 
+    @property
+    def option(self) -> Option:
+        """What the field says about its option."""
+        return next((each for each in self.field.metadata if isinstance(each, Option)), Option())
 
-def _sizes(word: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(size) for size in word.split(","))
-    except ValueError:
-        raise UserError(
-            f"--buckets must be whole numbers with commas between them, such as 1,8,32; got {word!r}"
-        ) from None
+    @property
+    def flag(self) -> str:
+        """How the option is written; empty for an argument, which is a field without a default."""
+        return "" if self.field.is_required() else self.option.flag or f"--{self.name.replace('_', '-')}"
 
+    @property
+    def variable(self) -> str:
+        """What ``make`` calls it."""
+        return self.option.variable or (self.flag or self.name).removeprefix("--").replace("-", "_").upper()
 
-def _pair(flag: str, word: str) -> tuple[str, Any]:
-    """``NAME=VALUE``; a value is a number, true or false where it can be, else text."""
-    name, equals, value = word.partition("=")
-    if not (name and equals):
-        raise UserError(f"{flag} must be NAME=VALUE, got {word!r}")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+    @property
+    def metavar(self) -> str | None:
+        """What stands for the value in help texts; None: what typer writes."""
+        if self.option.metavar is not None or self.kind is bool:
+            return self.option.metavar
+        return "|".join(_choices(self.field)) or ("N" if self.kind is int else None)
 
+    @property
+    def kind(self) -> Any:
+        """The type that typer reads.
 
-def _limits(words: Iterable[str]) -> dict[str, Any]:
-    return dict(_pair("--budget", word) for word in words)
+        Raises:
+            TypeError: the field's type does not say that, and no `Option` does.
+        """
+        if self.option.kind is not None:
+            return self.option.kind
+        if _choices(self.field):
+            return str
+        parts = _parts(self.field.annotation)
+        for kind in (str, Path) if len(parts) > 1 else (bool, int, float, str, Path):
+            if kind in parts:
+                return kind
+        raise TypeError(f"{self.name} is {self.field.annotation}: say in an Option how it is read from a command line")
 
-
-def _engine_options(words: Iterable[str]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for word in words:
-        name, value = _pair("--option", word)
-        engine, dot, option = name.partition(".")
-        if not dot:
-            raise UserError(f"--option must be ENGINE.NAME=VALUE, such as openvino.precision=f32; got {word!r}")
-        found.setdefault(engine, {})[option] = value
-    return found
-
-
-_REST = re.compile(r"; None: [^.]*|(?<=\.)\s.*", re.DOTALL)
-
-_PANEL = "How models are served, where that is not as their archives say"
-
-_SPECIAL = {
-    "buckets": _Words("--buckets", "SIZE,SIZE…", str, _sizes, "any size"),
-    "engines": _Words("--engine", "ENGINE", list[str], tuple, "as measured"),
-    "options": _Words("--option", "ENGINE.NAME=VALUE", list[str], _engine_options),
-    "budget": _Words("--budget", "LIMIT=VALUE", list[str], _limits),
-}
-# What a thread count is where nobody says.
-_UNCOUNTED = {"threads": "one per core", "decode_threads": "one per core, at most 8"}
+    @property
+    def default(self) -> str:
+        """The default in words; empty where there is none to name."""
+        value = None if self.within or self.field.is_required() else self.field.get_default(call_default_factory=True)
+        return self.option.usual or ("" if value is None or self.option.read is not None else str(value))
 
 
-def with_serving_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each setting; it is called with those that were given, as ``options``.
+def entries(kind: type[Config], only: Collection[str] | None = None) -> Iterator[Entry]:
+    """The options of settings, in the order of their fields.
 
     Args:
-        command: takes ``options``, a `ServingOptions`, in which only what was given is set.
+        kind: the class of the settings.
+        only: names of the fields that are options; None: all.
     """
-    own = inspect.signature(command, eval_str=True)
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(name, field))
-        for name, field in ServingOptions.model_fields.items()
-    ]
-
-    @functools.wraps(command)
-    def with_options(*args: Any, **words: Any) -> None:
-        given = {entry.name: words.pop(entry.name) for entry in added}
-        with reported():
-            read = {
-                name: _SPECIAL[name].read(value) if name in _SPECIAL else value
-                for name, value in given.items()
-                if value is not None
-            }
-            options = ServingOptions(**read)
-        command(*args, **words, options=options)
-
-    kept = [entry.replace(kind=inspect.Parameter.KEYWORD_ONLY) for entry in own.parameters.values()]
-    with_options.__signature__ = own.replace(  # type: ignore[attr-defined]
-        parameters=[*(entry for entry in kept if entry.name != "options"), *added]
-    )
-    return with_options
+    for name, field in kind.model_fields.items():
+        group = _group(field)
+        found = [Entry(*each, name) for each in group.kind.model_fields.items()] if group else [Entry(name, field)]
+        yield from (entry for entry in found if only is None or entry.name in only)
 
 
-def _option(name: str, field: FieldInfo) -> Any:
-    """The type of a setting's option, which is None where it is not given."""
-    # The first sentence, without the default, which is told apart: the others are in `help(ServingOptions)`.
-    meaning = _REST.sub("", field.description or "")
-    words: dict[str, Any] = {"help": meaning, "rich_help_panel": _PANEL}
-    if name in _SPECIAL:
-        own = _SPECIAL[name]
-        words["help"] += "" if own.kind is str else " Repeatable."
-        return Annotated[
-            own.kind | None, typer.Option(own.flag, metavar=own.metavar, show_default=own.usual or False, **words)
-        ]
-    flag = f"--{name.replace('_', '-')}"
-    words["show_default"] = _UNCOUNTED[name] if field.default is None else str(field.default).lower()
-    if isinstance(field.default, bool):
-        return Annotated[bool | None, typer.Option(f"{flag}/--no{flag[1:]}", **words)]
-    if isinstance(field.default, str):
-        return Annotated[str | None, typer.Option(flag, metavar="NAME", **words)]
-    words["min"] = next((entry.ge for entry in field.metadata if isinstance(entry, Ge)), None)
-    words["max"] = next((entry.le for entry in field.metadata if isinstance(entry, Le)), None)
-    return Annotated[int | None, typer.Option(flag, metavar="N", **words)]
+def _group(field: FieldInfo) -> OptionsOf | None:
+    """The settings whose fields are options in a field's place."""
+    return next((each for each in field.metadata if isinstance(each, OptionsOf)), None)
+
+
+def with_options(
+    kind: type[Config], parameter: str, *, only: Collection[str] | None = None, panel: str | None = None
+) -> Callable[[Command], Command]:
+    """Give a command an option for each field of settings.
+
+    Args:
+        kind: the class of the settings.
+        parameter: the command's parameter that takes such settings, with what was given set. The options stand in its
+            place in the help.
+        only: names of the fields that are options; None: all.
+        panel: title of the options in the help.
+    """
+    added = [*entries(kind, only)]
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True)
+
+        @functools.wraps(command)
+        def with_settings(context: typer.Context, **words: Any) -> None:
+            with reported():
+                values = {entry.name: words.pop(entry.name) for entry in added}
+                settings = _settings(
+                    kind, [(entry, values[entry.name]) for entry in added if _is_given(entry, context)]
+                )
+            command(**words, **{parameter: settings})
+
+        parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+        for each in own.parameters.values():
+            if each.name == parameter:
+                parameters += [_parameter(entry, panel) for entry in added]
+            else:
+                parameters.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        with_settings.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return with_settings
+
+    return decorate
+
+
+def options_table(kind: type[Config], only: Collection[str] | None = None) -> str:
+    """A table in Markdown of the options of settings: how ``make`` calls them, what they mean, their defaults."""
+    rows = [("option", "with `make`", "meaning", "default"), ("---",) * 4]
+    for entry in entries(kind, only):
+        value = "" if entry.kind is bool else entry.metavar or (entry.flag or entry.name).rpartition("-")[2].upper()
+        meaning = (entry.field.description or "").replace("; None: ", "; by default ")
+        default = entry.default if entry.option.usual or not entry.default else f"`{entry.default}`"
+        rows.append((f"`{f'{entry.flag} {value}'.strip()}`", f"`{entry.variable}`", meaning, default))
+    return "".join(f"| {' | '.join(_cell(word) for word in row)} |\n" for row in rows)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", r"\|").split())
+
+
+def _is_given(entry: Entry, context: typer.Context) -> bool:
+    source = context.get_parameter_source(entry.name)
+    return source is None or source.name != "DEFAULT"  # of typer's own copy of click, which exports no such name
+
+
+def _settings(kind: type[Config], given: Iterable[tuple[Entry, Any]]) -> Config:
+    """The settings of what was given on the command line.
+
+    Raises:
+        UserError: a value is illegal.
+    """
+    settings: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for entry, word in given:
+        place = inner.setdefault(entry.within, {}) if entry.within else settings
+        place[entry.name] = word if entry.option.read is None else entry.option.read(word)
+    for name, values in inner.items():
+        group = _group(kind.model_fields[name])
+        assert group is not None
+        settings[name] = group.read(values)
+    return kind(**settings)
+
+
+def _choices(field: FieldInfo) -> tuple[str, ...]:
+    """The words that a field may be, where its type names them."""
+    parts = [part for part in _parts(field.annotation) if typing.get_origin(part) is typing.Literal]
+    return tuple(word for part in parts for word in typing.get_args(part))
+
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    """The types that a value may have, None apart."""
+    if typing.get_origin(annotation) is Annotated:
+        return _parts(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(
+            part for each in typing.get_args(annotation) if each is not types.NoneType for part in _parts(each)
+        )
+    return (annotation,)
+
+
+def _parameter(entry: Entry, panel: str | None) -> inspect.Parameter:
+    """The parameter of a command that typer makes the option of."""
+    own, kind, field = entry.option, entry.kind, entry.field
+    words: dict[str, Any] = {"help": _REST.sub("", field.description or ""), "metavar": entry.metavar}
+    if typing.get_origin(kind) is list:
+        words["help"] += " Repeatable."
+    if kind is int:
+        words["min"] = next((each.ge for each in field.metadata if isinstance(each, Ge)), None)
+        words["max"] = next((each.le for each in field.metadata if isinstance(each, Le)), None)
+    name, keyword = entry.name, inspect.Parameter.KEYWORD_ONLY
+    if field.is_required():
+        return inspect.Parameter(name, keyword, annotation=Annotated[kind, typer.Argument(**words)])
+    shown: dict[str, Any] = {"rich_help_panel": panel}
+    default = None if entry.within or own.read is not None else field.get_default(call_default_factory=True)
+    if default is None or own.negatable:
+        shown["show_default"] = own.usual or (str(default).lower() if own.negatable else False)
+    flag = f"{entry.flag}/--no{entry.flag[1:]}" if own.negatable else entry.flag
+    read = kind if default is not None else kind | None
+    option = typer.Option(flag, **words, **shown)
+    return inspect.Parameter(name, keyword, default=default, annotation=Annotated[read, option])

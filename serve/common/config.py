@@ -8,7 +8,7 @@ import reprlib
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,6 +26,44 @@ class Fault:
 
     field: str
     message: str
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a field of settings is written on a command line, where its name and type do not say that.
+
+    It stands in the field's annotation: ``Annotated[tuple[int, ...], Option(metavar="SIZE,SIZE…", read=sizes)]``.
+
+    Attributes:
+        flag: ``--name``; by default the field's name.
+        metavar: stands for the value in help texts.
+        kind: what typer makes of the words: ``str``, ``Path``, ``list[str]`` …; by default as the field's type says.
+        read: makes the field's value of that; it may raise `UserError`.
+        usual: the default in words, where the field's default is None or empty.
+        variable: what ``make`` calls it; by default the flag in capitals.
+        negatable: a flag that also exists as ``--no-name``.
+    """
+
+    flag: str = ""
+    metavar: str | None = None
+    kind: Any = None
+    read: Callable[[Any], Any] | None = None
+    usual: str = ""
+    variable: str = ""
+    negatable: bool = False
+
+
+@dataclass(frozen=True)
+class OptionsOf:
+    """In the annotation of a field: the command line has an option for each field of the settings ``kind``.
+
+    Attributes:
+        kind: a class of settings.
+        read: makes the value of the annotated field of the options that were given, which are at least one.
+    """
+
+    kind: type[Config]
+    read: Callable[[dict[str, Any]], Any]
 
 
 class _Settings(ModelMetaclass):

@@ -6,14 +6,16 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from serve.common.config import Config
+from serve.common.config import Config, Option
+from serve.common.option_words import engine_options, limits, sizes
 from serve.runtime.card.budget import SERVING, Budget
 from serve.runtime.card.card import Card
-from serve.runtime.card.execution import Execution, Option
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.execution import Option as EngineOption
 from serve.runtime.card.serving import Serving
 from serve.runtime.errors import CardError, UserError, did_you_mean
 
@@ -29,7 +31,7 @@ class ServingOptions(Config):
         description="Worker processes, each of which loads the model. TorchServe's use all cores each, our own "
         "server's a share.",
     )
-    threads: int | None = Field(
+    threads: Annotated[int | None, Option(usual="one per core")] = Field(
         default=None, ge=1, description="Intra-op threads of a worker on the CPU; None: one per core of its own."
     )
     batch_size: int = Field(
@@ -42,7 +44,7 @@ class ServingOptions(Config):
         "start the server. While a worker is busy, batches form by themselves: a longer wait costs a lone client and "
         "buys little.",
     )
-    decode_threads: int | None = Field(
+    decode_threads: Annotated[int | None, Option(usual="one per core, at most 8")] = Field(
         default=None,
         ge=1,
         le=1024,
@@ -54,30 +56,33 @@ class ServingOptions(Config):
         description="Requests that may wait for an answer; the next one is told to try again later (503). In a worker "
         "of TorchServe these are of one batch: its own queue is --queue.",
     )
-    decoder: str = Field(
+    decoder: Annotated[str, Option(metavar="NAME")] = Field(
         default=Serving.decoder,
         description="What decodes images: cpu, reduced, nvimgcodec or torchcodec. Accuracy was measured with cpu, "
         "which also does where another one does not work; reduced decodes large JPEGs at a smaller scale; the others "
         "are for GPUs.",
     )
-    buckets: tuple[int, ...] = Field(
+    buckets: Annotated[tuple[int, ...], Option(metavar="SIZE,SIZE…", kind=str, read=sizes, usual="any size")] = Field(
         default=(),
         description="Batch sizes to prepare for, ascending; a smaller batch is padded to the next.",
     )
-    engines: tuple[str, ...] = Field(
+    engines: Annotated[
+        tuple[str, ...], Option("--engine", metavar="ENGINE", kind=list[str], read=tuple, usual="as measured")
+    ] = Field(
         default=(),
         description="Engines to prefer, the best first, with the device where there are two: exported[cuda]. "
         "The others that open the artifact follow as they stand.",
     )
-    options: Mapping[str, Mapping[str, Option]] = Field(
-        default={}, description="What an engine is told: {'openvino': {'precision': 'bf16'}}."
-    )
-    strict: bool = Field(
+    options: Annotated[
+        Mapping[str, Mapping[str, EngineOption]],
+        Option("--option", metavar="ENGINE.NAME=VALUE", kind=list[str], read=engine_options),
+    ] = Field(default={}, description="What an engine is told: {'openvino': {'precision': 'bf16'}}.")
+    strict: Annotated[bool, Option(negatable=True)] = Field(
         default=Serving.strict, description="Only the first engine may run it: where it does not work, loading fails."
     )
     k: int = Field(default=Serving.k, ge=1, description="Classes in an answer where the request does not say.")
     instance_limit: int = Field(default=Serving.instance_limit, ge=1, description="Most images in one JSON request.")
-    budget: Budget = Field(
+    budget: Annotated[Budget, Option(metavar="LIMIT=VALUE", kind=list[str], read=limits)] = Field(
         default=SERVING,
         description="Pixels and seconds that decoding an image, a request and a batch may take. A batch is given half "
         "of response_timeout_s at most.",
@@ -133,7 +138,7 @@ class ServingOptions(Config):
 
     @field_validator("options")
     @classmethod
-    def _know_options(cls, value: Mapping[str, Mapping[str, Option]]) -> Mapping[str, Mapping[str, Option]]:
+    def _know_options(cls, value: Mapping[str, Mapping[str, EngineOption]]) -> Mapping[str, Mapping[str, EngineOption]]:
         from serve.runtime.engines.base import find_engine  # imports torch
 
         with _as_a_fault():

@@ -24,9 +24,10 @@ from optimize.data.records import ImageData, Split
 from optimize.listener import Silent
 from optimize.measure.class_order import misplaced
 from optimize.models.checkpoint import read_checkpoint
-from optimize.models.preprocessing import PreprocessingConfig, Wish
+from optimize.models.preprocessing_config import PreprocessingConfig, Wish
 from optimize.models.stated_classes import stated_classes
-from optimize.run.job import Job, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from serve.runtime.errors import UserError
 
 from .workbench import TINY_NET

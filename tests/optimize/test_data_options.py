@@ -18,8 +18,9 @@ from optimize.cli import app
 from optimize.data.classes import read_classes
 from optimize.data.formats.base import formats, open_data, usages
 from optimize.listener import Silent
-from optimize.models.preprocessing import PreprocessingConfig, Wish
-from optimize.run.job import Job, Opened, open_job
+from optimize.models.preprocessing_config import PreprocessingConfig, Wish
+from optimize.run.job import Job
+from optimize.run.opened_job import Opened, open_job
 from optimize.training.config import TrainingConfig
 from serve.runtime.errors import UserError
 

@@ -14,8 +14,9 @@ from PIL import Image
 from optimize.data.from_python import image_data
 from optimize.data.loading import loader
 from optimize.listener import Silent
-from optimize.models.preprocessing import PreprocessingConfig, Wish
-from optimize.run.job import Job, open_job
+from optimize.models.preprocessing_config import PreprocessingConfig, Wish
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from serve.runtime.card.budget import Budget
 from serve.runtime.card.card import Preprocessing, read_card
 from serve.runtime.card.json_documents import SEAL, sealed

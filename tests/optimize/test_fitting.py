@@ -14,7 +14,8 @@ from torch import nn
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
 from optimize.models.fitting import load_into
 from optimize.models.resolve import resolve_model
-from optimize.run.job import Job, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from serve.runtime.errors import UserError
 
 from .runs_fixtures import TINY, Heard

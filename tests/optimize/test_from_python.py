@@ -26,7 +26,8 @@ from optimize.data.from_python import image_data
 from optimize.data.items import Data
 from optimize.data.pixels import decoded, load
 from optimize.data.sources import Pixels, Records
-from optimize.models.preprocessing import PreprocessingConfig, Wish, choose_preprocessing
+from optimize.models.preprocessing import choose_preprocessing
+from optimize.models.preprocessing_config import PreprocessingConfig, Wish
 from optimize.models.resolve import resolve_model
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError

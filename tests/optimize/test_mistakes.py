@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 import optimize
 from optimize import cli
-from optimize.run.job import Job, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from optimize.store.files import check_writable
 from serve.runtime.errors import UserError
 

@@ -17,9 +17,11 @@ from optimize import cli
 from optimize.data.records import ImageData, Split
 from optimize.models import torchvision as torchvision_file
 from optimize.models.checkpoint import Checkpoint
-from optimize.models.preprocessing import PreprocessingConfig, Wish, choose_preprocessing, parse_preprocessing
+from optimize.models.preprocessing import choose_preprocessing
+from optimize.models.preprocessing_config import PreprocessingConfig, Wish, parse_preprocessing
 from optimize.models.resolve import resolve_model, with_checkpoint, with_named_weights
-from optimize.run.job import Job, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from optimize.run.recipe import load_recipe
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError

@@ -27,7 +27,7 @@ from optimize.measure.latency import Speed
 from optimize.measure.processes import Worker
 from optimize.measure.rows import Judgement, ModelFile, Pair, Row, Skip
 from optimize.models.checkpoint import read_checkpoint
-from optimize.models.preprocessing import Wish
+from optimize.models.preprocessing_config import Wish
 from optimize.models.resolve import resolve_model
 from optimize.passes.onnx import Onnx
 from optimize.passes.onnx_int8 import OnnxInt8
@@ -43,7 +43,8 @@ from optimize.precision.table import print_search
 from optimize.precision.trials import Bed, choose_execution, named
 from optimize.run import pipeline
 from optimize.run.halves import Halves, halves
-from optimize.run.job import Job, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from optimize.run.recipe import load_recipe
 from optimize.run.session import Session, Step
 from optimize.run.turns import turns

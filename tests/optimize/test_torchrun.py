@@ -21,7 +21,8 @@ from optimize.context import Context
 from optimize.data.sources import Files, Pixels, out_of_reach, select
 from optimize.errors import PassError
 from optimize.listener import Silent
-from optimize.run.job import Job, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from optimize.training.config import TrainingConfig
 from optimize.training.distributed import api, first_process, launch_torchrun, mailbox
 from optimize.training.distributed.environment import Launch, launch, processes

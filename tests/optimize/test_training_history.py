@@ -14,7 +14,8 @@ from torch import nn
 
 from optimize.data.loading import loader
 from optimize.data.splits import hold_out
-from optimize.run.job import Job, open_job
+from optimize.run.job import Job
+from optimize.run.opened_job import open_job
 from optimize.run.session import Session
 from optimize.store.artifact import PRODUCT_FILE, read_product
 from optimize.store.history import PARTS, Epoch, History, Point, Times

@@ -14,7 +14,8 @@ from optimize.data.formats.base import DataFormat, register
 from serve.runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from optimize.data.records import Augmentation, ImageData, Split
+    from optimize.data.augmentation_choice import Augmentation
+    from optimize.data.records import ImageData, Split
     from optimize.listener import Listener
 
 

@@ -1,0 +1,44 @@
+"""How the recommended artifact is chosen: what a recipe, a program or a command line may set of it.
+
+Help texts are made of it, so it imports nothing that imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from optimize.run.drop import drop_of
+from serve.common.config import Config, Option
+
+Objective = Literal["latency", "p95", "throughput", "size"]
+
+
+class Recommend(Config):
+    """How the recommended artifact is chosen."""
+
+    model_config = ConfigDict(title="")  # in messages, its settings are the command line's
+
+    objective: Objective = Field(
+        default="latency",
+        description="What the recommended artifact is best at: the median latency of one image, its 95th percentile, "
+        "the throughput at the best batch size, or the size of the file.",
+    )
+    max_drop: Annotated[
+        float, Option(metavar="FRACTION", kind=str, read=functools.partial(drop_of, plain="fraction"))
+    ] = Field(
+        default=0.02,
+        ge=0,
+        le=1,
+        description="The loss of top-1 that the recommended artifact is shown not to have: a fraction up to 0.05, or "
+        "points such as 0.5pp.",
+    )
+    # Above it, half of what is left is lost in a double, and the interval has no end.
+    confidence: Annotated[float, Option(metavar="FRACTION")] = Field(
+        default=0.95,
+        ge=0.5,
+        le=1 - 1e-9,
+        description="The confidence that no artifact passes with such a loss, for all pairs together, such as 0.95.",
+    )

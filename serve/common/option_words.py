@@ -1,0 +1,59 @@
+"""How words of the command line become serving options that are no single number or truth value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from serve.runtime.errors import UserError
+
+
+def sizes(word: str) -> tuple[int, ...]:
+    """The numbers of ``1,8,32``.
+
+    Raises:
+        UserError: one of them is no whole number.
+    """
+    try:
+        return tuple(int(size) for size in word.split(","))
+    except ValueError:
+        raise UserError(
+            f"--buckets must be whole numbers with commas between them, such as 1,8,32; got {word!r}"
+        ) from None
+
+
+def limits(words: Iterable[str]) -> dict[str, Any]:
+    """The mapping of several ``LIMIT=VALUE``.
+
+    Raises:
+        UserError: a word has another form.
+    """
+    return dict(_pair("--budget", word) for word in words)
+
+
+def engine_options(words: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The mapping of several ``ENGINE.NAME=VALUE``: options of engines by their names.
+
+    Raises:
+        UserError: a word has another form.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for word in words:
+        name, value = _pair("--option", word)
+        engine, dot, option = name.partition(".")
+        if not dot:
+            raise UserError(f"--option must be ENGINE.NAME=VALUE, such as openvino.precision=f32; got {word!r}")
+        found.setdefault(engine, {})[option] = value
+    return found
+
+
+def _pair(flag: str, word: str) -> tuple[str, Any]:
+    """``NAME=VALUE``; a value is a number, true or false where it can be, else text."""
+    name, equals, value = word.partition("=")
+    if not (name and equals):
+        raise UserError(f"{flag} must be NAME=VALUE, got {word!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
