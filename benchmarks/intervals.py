@@ -55,8 +55,8 @@ def measure(store: Path, names: Sequence[str], repeats: int) -> Iterator[Compari
     from optimize.listener import SILENT
     from optimize.measure.timing import Timing
     from optimize.report.lines import lines
-    from optimize.run.comparing import compare_runs
-    from optimize.run.recommendation_rule import Recommend
+    from optimize.run.recommendation.rule import Recommend
+    from optimize.run.run_comparison import compare_runs
 
     for number in range(1, repeats + 1):
         results = compare_runs(

@@ -61,6 +61,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "optimize.export": ("onnx_graph",),
     "optimize.quantization": ("graph", "placement", "rewrites", "lowering", "lowbit", "recovery"),
     "optimize.training": ("distributed",),
+    "optimize.run": ("recommendation", "certification"),
     "serve.common": (),
     "serve.archive": (),
     "serve.load": (),

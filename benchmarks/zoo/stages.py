@@ -44,7 +44,7 @@ from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.passes.reestimate import reestimate
 from optimize.quantization.targets import x86_target
-from optimize.run.results import measure
+from optimize.run.report_rows import measure
 from optimize.run.session import Session, Step
 from optimize.store.objects import Store
 from optimize.training.config import TrainingConfig

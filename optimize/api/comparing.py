@@ -15,11 +15,11 @@ from optimize.measure.timing import Timing
 from optimize.measure.wanted import check_wanted
 from optimize.noise import silenced
 from optimize.report.comparison import Comparison
-from optimize.run.comparing import compare_runs as _compare_runs
-from optimize.run.floats import graph_of
-from optimize.run.recommendation import recommend
-from optimize.run.recommendation_rule import Objective, Recommend
-from optimize.run.results import measure as measure_steps
+from optimize.run.float_references import graph_of
+from optimize.run.recommendation.rule import Objective, Recommend
+from optimize.run.recommendation.selection import recommend
+from optimize.run.report_rows import measure as measure_steps
+from optimize.run.run_comparison import compare_runs as _compare_runs
 from optimize.run.session import Step
 from optimize.store.artifact import Artifact
 from optimize.training.distributed.first_process import only_first

@@ -22,9 +22,9 @@ from optimize.models.preprocessing_config import PreprocessingConfig, Wish
 from optimize.noise import silenced
 from optimize.run.job import Job
 from optimize.run.opened_job import open_job
-from optimize.run.saved import take
+from optimize.run.report_rows import not_made, skip_of
+from optimize.run.saved_artifacts import take
 from optimize.run.session import Session
-from optimize.run.skips import not_made, skip_of
 from optimize.training.config import TrainingConfig
 from optimize.training.distributed.first_process import only_first
 from optimize.variant import Failed, Variant

@@ -102,7 +102,7 @@ def certify(  # noqa: PLR0917 - each is an option of the command line
             asked = " and ".join(f"--{option}" for option in named)
             raise UserError(f"{asked}: only layers are run on images of your choice; add --layers")
         from optimize.report.certified import print_engines, print_parity
-        from optimize.run.certifiable import subject
+        from optimize.run.certification.subject import subject
 
         certified = subject(store, name)
         parity = certified.card.certificate
@@ -110,7 +110,7 @@ def certify(  # noqa: PLR0917 - each is an option of the command line
         if layers:
             from optimize import noise
             from optimize.report.terminal import Display
-            from optimize.run.certifying import certify_layers
+            from optimize.run.certification.on_demand import certify_layers
 
             noise.silence()
             with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:

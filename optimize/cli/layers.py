@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from optimize.cli.words import Execution, Measure, SkipUnreadable, Store, uncollected
-from optimize.run.drop import drop_of
 from optimize.run.job import Job
+from optimize.run.recommendation.accuracy_drop import drop_of
 from serve.common.command_line import reported
 from serve.common.command_options import with_options
 from serve.common.hints import DEFAULT_STORE
@@ -49,7 +49,7 @@ def sensitivity(  # noqa: PLR0917 - each is an option of the command line
             from optimize.precision.sensitivity import sensitivity as look
             from optimize.precision.table import print_sensitivity
             from optimize.report.terminal import Display
-            from optimize.run.reopened import artifact_of, reopen_run
+            from optimize.run.finished_run import artifact_of, reopen_run
 
         noise.silence()
         run_name, artifact = run_and_artifact(name)

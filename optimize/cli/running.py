@@ -13,7 +13,7 @@ from rich.console import Console
 
 from optimize.cli.words import Every, Measure, Store, uncollected
 from optimize.run.job import Job
-from optimize.run.recommendation_rule import Recommend
+from optimize.run.recommendation.rule import Recommend
 from serve.common import layout
 from serve.common.command_line import reported
 from serve.common.command_options import with_options
@@ -72,7 +72,7 @@ def compare(
         from optimize.measure.timing import Timing
         from optimize.report.table import print_table
         from optimize.report.terminal import Display
-        from optimize.run.comparing import compare_runs
+        from optimize.run.run_comparison import compare_runs
 
         noise.silence()
         with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:

@@ -217,8 +217,8 @@ class Judgement(Record):
 class Proof(Record):
     """How it was shown that the chosen pair loses less than the rule allows, on all images.
 
-    ``tested`` pairs were tested together, by the procedure of `optimize.run.proof`. The chosen one was tested at the
-    one-sided ``level``, where the lower bound of its difference to the baseline is ``low``.
+    ``tested`` pairs were tested together, by the procedure of `optimize.run.recommendation.non_inferiority`. The chosen
+    one was tested at the one-sided ``level``, where the lower bound of its difference to the baseline is ``low``.
     """
 
     tested: int

@@ -32,11 +32,11 @@ from optimize.precision.methods import METHODS, MethodName, given_back
 from optimize.precision.records import Budget, Found, Trial
 from optimize.precision.sentences import Choice, why
 from optimize.precision.trials import Bed, Mixed, Precisions, choose_execution, require_engine, require_execution
-from optimize.run.drop import within
-from optimize.run.halves import Halves, Right, halves
-from optimize.run.results import Measurements, measure
+from optimize.run.image_halves import Halves, Right, halves
+from optimize.run.recommendation.accuracy_drop import within
+from optimize.run.relative_speeds import Turns
+from optimize.run.report_rows import Measurements, measure
 from optimize.run.session import Session, Step
-from optimize.run.turns import Turns
 from optimize.store.artifact import Artifact
 from serve.common.config import Config
 from serve.runtime.errors import EngineError, PipelineError, UserError

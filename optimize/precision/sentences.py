@@ -10,7 +10,7 @@ from optimize.measure.figures import Measured, Ratio
 from optimize.measure.rows import Pair, Row
 from optimize.precision.records import Found
 from optimize.report.words import number, points
-from optimize.run.drop import within
+from optimize.run.recommendation.accuracy_drop import within
 from serve.runtime.errors import listed
 
 #: What 16 bits are, wherever they are offered.

@@ -15,8 +15,8 @@ from optimize.measure.bench import Bench, Candidate, Kept
 from optimize.measure.latency import Speed
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
+from optimize.run.relative_speeds import fastest
 from optimize.run.session import Session, Step
-from optimize.run.turns import fastest
 from optimize.store.artifact import Artifact
 from optimize.store.keys import make_key
 from serve.runtime.card.execution import Execution

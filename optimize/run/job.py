@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, InstanceOf, field_validator, model_valid
 from optimize.data.augmentation_choice import AUGMENTATIONS, Augmentation
 from optimize.data.formats.base import DEFAULT_DATA, SEEDS
 from optimize.models.preprocessing_config import PreprocessingConfig, Wish, parse_preprocessing
-from optimize.run.recommendation_rule import Recommend
+from optimize.run.recommendation.rule import Recommend
 from serve.common import layout
 from serve.common.config import Config, Option, OptionsOf
 from serve.common.hints import DEFAULT_STORE

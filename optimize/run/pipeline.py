@@ -24,18 +24,17 @@ from optimize.models.preprocessing_config import Wish
 from optimize.profiling.files import layer_charts
 from optimize.report.charts import stored_charts
 from optimize.report.page import write_html
-from optimize.run.floats import graph_of
+from optimize.run.float_references import graph_of
 from optimize.run.identity import refuse_replacing, write_identity
 from optimize.run.job import Job
 from optimize.run.opened_job import Opened, open_job
 from optimize.run.publishing import publish
 from optimize.run.recipe import DEFAULT_RECIPE, Recipe, Stage, load_recipe
-from optimize.run.recommendation import recommend
-from optimize.run.recommendation_rule import Recommend
-from optimize.run.rehearsal import check_teaching
-from optimize.run.results import measure
+from optimize.run.recommendation.rule import Recommend
+from optimize.run.recommendation.selection import recommend
+from optimize.run.report_rows import measure, not_made, skip_of
 from optimize.run.session import BASELINE, Step
-from optimize.run.skips import not_made, skip_of
+from optimize.run.teacher_checks import check_teaching
 from optimize.store.files import write_atomically, write_json
 from optimize.training.config import trains
 from serve.common import layout

@@ -24,7 +24,7 @@ from optimize.measure.timing import Timing
 from optimize.measure.wanted import check_wanted
 from optimize.models.preprocessing_config import PreprocessingConfig
 from optimize.passes.base import Pass, find_pass, passes
-from optimize.run.recommendation_rule import Recommend
+from optimize.run.recommendation.rule import Recommend
 from optimize.run.session import BASELINE
 from optimize.store.artifact import KIND_NAMES
 from optimize.training.config import TrainingConfig, distillations

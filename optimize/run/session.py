@@ -29,7 +29,7 @@ from optimize.models.source import ModelSource
 from optimize.models.teacher import Teaching
 from optimize.passes.base import Pass, find_pass, pass_of, zeros_are_meant
 from optimize.quantization.targets import x86_target
-from optimize.run.teaching import find_teacher
+from optimize.run.teachers import find_teacher
 from optimize.store.artifact import EAGER, PRODUCT_FILE, Artifact, Kind, Made, Product, read_product, write_product
 from optimize.store.history import History
 from optimize.store.keys import BaselineKey, Key, NamedKey, StageKey, content

@@ -23,7 +23,7 @@ from filelock import FileLock
 from optimize.measure.figures import Measured
 from optimize.measure.references import REFERENCES
 from optimize.measure.rows import ModelFile, Report, Row
-from optimize.run import floats
+from optimize.run import float_references
 from optimize.run.job import Job
 from optimize.run.pipeline import Outcome, run
 from tests.programs import Program, Programs
@@ -34,7 +34,7 @@ UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
 #: And of those that compute with one thread: two tests at a time fill two cores.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 #: Python that makes no float graph to measure beside what a command is asked for; see `references`.
-NO_GRAPHS = "from optimize.run import floats; floats.FLOAT_GRAPHS = {}"
+NO_GRAPHS = "from optimize.run import float_references; float_references.FLOAT_GRAPHS = {}"
 #: ``python -m optimize`` so.
 LEAN = f"{NO_GRAPHS}; from optimize.cli import main; main()"
 TINY = f"{ROOT / 'examples' / 'tiny_cnn.py'}:tiny"
@@ -104,7 +104,7 @@ def references(*, graphs: bool = True) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(REFERENCES, "torch.compile", raising=False)
         if not graphs:
-            patch.setattr(floats, "FLOAT_GRAPHS", {})
+            patch.setattr(float_references, "FLOAT_GRAPHS", {})
         yield
 
 

@@ -30,8 +30,8 @@ from optimize.models.checkpoint import Checkpoint
 from optimize.models.resolve import resolve_model
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx import Onnx
-from optimize.run.floats import graph_of
-from optimize.run.results import Measurements, measure
+from optimize.run.float_references import graph_of
+from optimize.run.report_rows import Measurements, measure
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
 from optimize.store.keys import Key

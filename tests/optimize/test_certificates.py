@@ -28,10 +28,10 @@ from optimize.measure.rows import Skip
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.report.certified import print_engines
 from optimize.report.parities import explained, parity_lines
-from optimize.run import certificates
-from optimize.run.certifiable import subject
-from optimize.run.certificates import certify as certified_by
-from optimize.run.certifying import certify_layers
+from optimize.run.certification import parity_certificates
+from optimize.run.certification.on_demand import certify_layers
+from optimize.run.certification.parity_certificates import certify as certified_by
+from optimize.run.certification.subject import subject
 from optimize.store.artifact import REFERENCE_FILE, Artifact
 from optimize.store.objects import Store
 from serve.runs.sealed_files import seal
@@ -68,7 +68,7 @@ class Quantized:
     answers: Kept[Answers]
     heard: Heard
 
-    def certify(self, *more: Artifact, **skipped: str) -> certificates.Certified:
+    def certify(self, *more: Artifact, **skipped: str) -> parity_certificates.Certified:
         """Certify it, and others; ``skipped`` are engines of its own that were not measured, with the reason."""
         artifacts = [self.artifact, *more]
         absent = [Candidate(self.artifact, Execution(engine)) for engine in skipped]
@@ -105,7 +105,7 @@ def test_a_certificate_that_fails_is_said_in_a_line_and_costs_nothing_else(
     def refuse(path: Path) -> None:
         raise AssertionError("a program\nof another form")
 
-    monkeypatch.setattr(certificates, "load_program", refuse)
+    monkeypatch.setattr(parity_certificates, "load_program", refuse)
     assert not quantized.certify().certificates
     said = [line for line in quantized.heard.lines if "certificate" in line]
     assert said == ["ptq: no parity certificate: AssertionError: a program"]
@@ -118,7 +118,7 @@ def test_what_the_user_must_mend_ends_the_run(
     def refuse(path: Path) -> None:
         raise error
 
-    monkeypatch.setattr(certificates, "load_program", refuse)
+    monkeypatch.setattr(parity_certificates, "load_program", refuse)
     with pytest.raises(type(error), match=str(error)):
         quantized.certify()
 

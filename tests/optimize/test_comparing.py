@@ -15,8 +15,8 @@ from optimize import cli
 from optimize.measure import pool
 from optimize.measure.rows import Results, Row
 from optimize.measure.statistics import paired_difference
-from optimize.run.comparing import compare_runs
-from optimize.run.recommendation_rule import Recommend
+from optimize.run.recommendation.rule import Recommend
+from optimize.run.run_comparison import compare_runs
 from serve.runs.sealed_files import seal
 from serve.runtime.errors import UserError
 from serve.runtime.service.predictor import Predictor

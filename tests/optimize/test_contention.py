@@ -20,7 +20,7 @@ from optimize.measure.contention import BUSY, UNSTEADY, Disturbance, Watch, dist
 from optimize.measure.latency import Speed, Turn, compare, measure_speed
 from optimize.measure.statistics import student_ratio
 from optimize.measure.timing import Timing
-from optimize.run.turns import fastest
+from optimize.run.relative_speeds import fastest
 from serve.runtime.errors import PipelineError
 
 CORES = len(os.sched_getaffinity(0))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from optimize import cli
-from optimize.run.drop import drop_of, within
+from optimize.run.recommendation.accuracy_drop import drop_of, within
 from serve.runtime.errors import UserError
 
 from .runs_fixtures import TINY

@@ -23,8 +23,8 @@ from optimize.passes.qat_lowbit import QAT_LOWBIT, QatLowbit
 from optimize.quantization.convert import trace_calls
 from optimize.quantization.lowbit.execution_kind import of_graph
 from optimize.quantization.rewrites.batch_norms import turn_signs
-from optimize.run.certificates import reference_origin
-from optimize.run.saved import take
+from optimize.run.certification.parity_certificates import reference_origin
+from optimize.run.saved_artifacts import take
 from optimize.store.artifact import Artifact
 from optimize.store.effects import read_effects
 from serve.runtime.card.execution import Execution

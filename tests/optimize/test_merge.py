@@ -18,7 +18,7 @@ from optimize.errors import NotApplicableError
 from optimize.passes.merge import MERGE, Merge, merge_module, peaked
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
-from optimize.run.saved import take
+from optimize.run.saved_artifacts import take
 from optimize.store.effects import read_effects
 from optimize.tracing.branches import merge_blocks
 from optimize.tracing.folding import fuse_module

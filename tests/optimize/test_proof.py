@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from optimize.measure.statistics import PairedDifference, holm, loss_score, paired_interval
-from optimize.run.proof import prove
+from optimize.run.recommendation.non_inferiority import prove
 
 LIMIT = 0.02
 #: Shares of the images that are gained and lost by a float graph, by an accurate integer one, and at the limit.

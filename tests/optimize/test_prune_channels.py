@@ -26,7 +26,7 @@ from optimize.pruning.criteria import Criterion, first_order, scores
 from optimize.pruning.groups import Group, group
 from optimize.pruning.propagation import channels_of
 from optimize.pruning.widths import Costs, Rounding, widths
-from optimize.run.saved import take
+from optimize.run.saved_artifacts import take
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from optimize.store.effects import read_effects

@@ -23,8 +23,8 @@ from optimize.quantization.lowering.integer_biases import WEIGHTED
 from optimize.quantization.lowering.qdq import explicit_form, lower
 from optimize.quantization.pt2e import _drop_bounds
 from optimize.quantization.targets import target_named
-from optimize.run.certificates import reference_origin
-from optimize.run.results import measure
+from optimize.run.certification.parity_certificates import reference_origin
+from optimize.run.report_rows import measure
 from optimize.store.artifact import REFERENCE_FILE, Artifact
 from optimize.tracing.folding import fuse_module
 from serve.runtime.card.card import Preprocessing

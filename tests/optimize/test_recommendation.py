@@ -14,10 +14,10 @@ from hypothesis.extra.numpy import arrays
 from optimize.measure.latency import Speed
 from optimize.measure.rows import Recommendation, Row, Skip
 from optimize.measure.statistics import paired_difference, paired_interval
-from optimize.run.halves import halves
-from optimize.run.recommendation import recommend
-from optimize.run.recommendation_rule import Recommend
-from optimize.run.turns import turns
+from optimize.run.image_halves import halves
+from optimize.run.recommendation.rule import Recommend
+from optimize.run.recommendation.selection import recommend
+from optimize.run.relative_speeds import turns
 from serve.runtime.card.execution import Execution
 from serve.runtime.errors import UserError
 

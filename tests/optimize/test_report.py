@@ -28,8 +28,8 @@ from optimize.report.plots import marks, pareto_front
 from optimize.report.sentences import method, verdict
 from optimize.report.table import print_table, table
 from optimize.report.words import times
-from optimize.run.recommendation import recommend
-from optimize.run.recommendation_rule import Recommend
+from optimize.run.recommendation.rule import Recommend
+from optimize.run.recommendation.selection import recommend
 from optimize.store.effects import Effect
 from optimize.store.files import write_json
 from optimize.store.objects import Store

@@ -17,7 +17,7 @@ from optimize.passes.dynamic import Dynamic
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
-from optimize.run.saved import take
+from optimize.run.saved_artifacts import take
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from optimize.store.objects import Store

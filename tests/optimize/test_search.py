@@ -42,12 +42,12 @@ from optimize.precision.sentences import Choice, why
 from optimize.precision.table import print_search
 from optimize.precision.trials import Bed, choose_execution, named
 from optimize.run import pipeline
-from optimize.run.halves import Halves, halves
+from optimize.run.image_halves import Halves, halves
 from optimize.run.job import Job
 from optimize.run.opened_job import open_job
 from optimize.run.recipe import load_recipe
+from optimize.run.relative_speeds import turns
 from optimize.run.session import Session, Step
-from optimize.run.turns import turns
 from optimize.store.objects import Store
 from optimize.variant import Variant
 from serve.runtime.card.execution import Execution

@@ -20,8 +20,8 @@ from optimize.precision.layers import layers_of
 from optimize.precision.records import Figure, Layer, Sensitivity
 from optimize.precision.sensitivity import subject
 from optimize.precision.table import sensitivity_markdown, sensitivity_rows
+from optimize.run.finished_run import artifact_of, reopen_run
 from optimize.run.job import Job
-from optimize.run.reopened import artifact_of, reopen_run
 from optimize.store.objects import Store
 from optimize.store.pruning import prunable
 from serve.runs.sealed_files import seal
@@ -132,7 +132,7 @@ def test_both_commands_take_the_option_that_the_refusal_of_an_unreadable_image_n
         seen.append(job.skip_unreadable)
         raise UserError("enough")
 
-    monkeypatch.setattr("optimize.run.reopened.reopen_run", reopened)
+    monkeypatch.setattr("optimize.run.finished_run.reopen_run", reopened)
     monkeypatch.setattr("optimize.precision.command.search_job", searched)
     for words in (["sensitivity", "tiny"], ["search", "resnet18"]):
         for more in ([], ["--skip-unreadable"]):

@@ -17,9 +17,9 @@ from optimize.measure.statistics import (
     wilson_interval,
 )
 from optimize.report.words import number, percent, points, times
-from optimize.run.missing_graph import missing_graph
-from optimize.run.proof import Tested, first_level, most_of_one, prove
-from optimize.run.recommendation_rule import Objective, Recommend
+from optimize.run.recommendation.missing_graph import missing_graph
+from optimize.run.recommendation.non_inferiority import Tested, first_level, most_of_one, prove
+from optimize.run.recommendation.rule import Objective, Recommend
 
 #: A p95 of more than so many p50s is a long tail, if it is also so many times that of the others.
 _LONG_TAIL = 2.0

@@ -27,9 +27,9 @@ from optimize.measure.processes import Worker
 from optimize.measure.rows import Machine, Measurement, Pair, Report, Results, Row, Skip
 from optimize.measure.timing import Timing
 from optimize.report.runs import report_of
-from optimize.run.recommendation import recommend
-from optimize.run.recommendation_rule import Recommend
-from optimize.run.turns import turns
+from optimize.run.recommendation.rule import Recommend
+from optimize.run.recommendation.selection import recommend
+from optimize.run.relative_speeds import turns
 from optimize.store.objects import Store
 from serve.common import layout
 from serve.runs import sealed_files

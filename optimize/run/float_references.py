@@ -15,8 +15,8 @@ from optimize.measure.bench import Bench, Candidate, SpeedTable
 from optimize.measure.latency import Speed
 from optimize.measure.rows import FLOAT_GRAPHS, Reference, Skip
 from optimize.passes.base import find_pass
+from optimize.run.relative_speeds import Turns
 from optimize.run.session import Session, Step
-from optimize.run.turns import Turns
 from optimize.store.artifact import Artifact
 from serve.runtime.engines.base import executions_for
 from serve.runtime.errors import EngineError, PipelineError, one_line

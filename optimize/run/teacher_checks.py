@@ -10,7 +10,7 @@ from torch import nn
 from optimize.errors import PassError
 from optimize.run.recipe import Recipe, Stage
 from optimize.run.session import BASELINE, Session, first_module
-from optimize.run.teaching import find_teacher
+from optimize.run.teachers import find_teacher
 from optimize.training.config import distillations
 from optimize.training.distil import SELF, Distil
 from optimize.training.features import match

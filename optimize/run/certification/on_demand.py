@@ -20,8 +20,8 @@ from optimize.listener import Listener
 from optimize.measure import processes
 from optimize.measure.surroundings import surroundings
 from optimize.report.runs import report_of
-from optimize.run.certifiable import Subject
-from optimize.run.certificates import UNOPTIMIZED
+from optimize.run.certification.parity_certificates import UNOPTIMIZED
+from optimize.run.certification.subject import Subject
 from optimize.run.identity import identity_of
 from optimize.store.files import write_json
 from optimize.store.keys import LayersKey, opening

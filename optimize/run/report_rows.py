@@ -6,10 +6,11 @@ import dataclasses
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
+from optimize.errors import NotApplicableError
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, parity
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable, Weighed, eager_origin
@@ -17,13 +18,15 @@ from optimize.measure.class_order import misplaced
 from optimize.measure.figures import Measured
 from optimize.measure.latency import compare, disturbance_of
 from optimize.measure.rows import Measurement, ModelFile, Pair, Reference, Row, Skip
-from optimize.run.certificates import UNCERTIFIED, certify, reference_origin
-from optimize.run.floats import float_references
-from optimize.run.halves import Right
+from optimize.passes.base import pass_of
+from optimize.run.certification.parity_certificates import UNCERTIFIED, certify, reference_origin
+from optimize.run.float_references import float_references
+from optimize.run.image_halves import Right
+from optimize.run.relative_speeds import Turns, fastest, turns
 from optimize.run.session import Step
-from optimize.run.turns import Turns, fastest, turns
 from optimize.store.artifact import Artifact
 from optimize.store.effects import read_effects
+from serve.common.config import Config
 from serve.runtime.card.execution import Execution
 from serve.runtime.errors import EngineError, PipelineError, UserError, message_of
 
@@ -317,3 +320,19 @@ def _references(speed: SpeedTable, every: Turns) -> list[Reference]:
         *(Reference(name=name, measured=every.timed(name)) for name in speed.references),
         *(Reference(name=name, skip=Skip(kind="cannot_run_here", reason=speed.skipped[name])) for name in skipped),
     ]
+
+
+def skip_of(error: Exception) -> Skip:
+    """The reason in one line, of an exception that ended a pass."""
+    kind: Literal["not_applicable", "cannot_run_here", "failed"] = "failed"
+    if isinstance(error, NotApplicableError):
+        kind = "not_applicable"
+    elif isinstance(error, EngineError):  # no kernels for it on this machine
+        kind = "cannot_run_here"
+    return Skip(kind=kind, reason="; ".join(line.strip() for line in message_of(error).splitlines() if line.strip()))
+
+
+def not_made(name: str, config: Config, parent: str, skip: Skip) -> Row:
+    """The row of what the pass of ``config`` did not make."""
+    settings = config.model_dump(mode="json")
+    return Row(name=name, operation=pass_of(config).name, config=settings, parent=parent, skip=skip)

@@ -1,7 +1,7 @@
 """Two halves of the evaluation images: one chooses among the trials of a search, the other judges what was chosen.
 
 The best of many on some images is flattered by them. The recommendation of a run does not split its images: it tests
-all candidates together on all of them (`optimize.run.proof`).
+all candidates together on all of them (`optimize.run.recommendation.non_inferiority`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from optimize.run.drop import drop_of
+from optimize.run.recommendation.accuracy_drop import drop_of
 from serve.common.config import Config, Option
 
 Objective = Literal["latency", "p95", "throughput", "size"]

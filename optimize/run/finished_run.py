@@ -14,7 +14,7 @@ from optimize.report.runs import artifact_folder, report_of
 from optimize.run.identity import identity_of
 from optimize.run.job import Job
 from optimize.run.opened_job import open_job
-from optimize.run.saved import take
+from optimize.run.saved_artifacts import take
 from optimize.run.session import Session, Step
 from serve.common import layout
 from serve.runtime.card.card import load_card

@@ -1,0 +1,1 @@
+"""The parity certificates of INT8 artifacts: in a run, and on demand."""
