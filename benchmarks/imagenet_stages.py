@@ -32,7 +32,7 @@ def stage_open(reference: str) -> dict[str, Any]:
     import optimize.data.loading
 
     formats.formats()
-    import optimize.data.index  # noqa: F401 - imported when something is opened; counted as a library here
+    import optimize.data.folder_index  # noqa: F401 - imported when something is opened; counted as a library here
 
     before = resident()
     started, used = time.perf_counter(), time.process_time()

@@ -54,7 +54,7 @@ def measure(store: Path, names: Sequence[str], repeats: int) -> Iterator[Compari
     """Compare the artifacts so many times, at batch 1."""
     from optimize.listener import SILENT
     from optimize.measure.timing import Timing
-    from optimize.report.lines import lines
+    from optimize.report.table_rows import lines
     from optimize.run.recommendation.rule import Recommend
     from optimize.run.run_comparison import compare_runs
 

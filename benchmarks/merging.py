@@ -15,7 +15,7 @@ from typing import Final
 from benchmarks.below import add_option, tell
 from optimize.listener import Silent
 from optimize.measure.rows import Report, Row
-from optimize.report.words import NONE, percent, points
+from optimize.report.number_format import NONE, percent, points
 from optimize.run.job import Job
 from optimize.run.pipeline import run
 

@@ -21,7 +21,7 @@ import yaml
 
 from benchmarks import commands
 from optimize.measure.rows import Report, Row
-from optimize.report.words import percent, points
+from optimize.report.number_format import percent, points
 
 
 @dataclass(frozen=True)

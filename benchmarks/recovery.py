@@ -19,7 +19,7 @@ from optimize import noise
 from optimize.listener import SILENT
 from optimize.measure.rows import Report, Row
 from optimize.passes.base import pass_of
-from optimize.report.words import percent, points
+from optimize.report.number_format import percent, points
 from optimize.run.job import Job
 from optimize.run.opened_job import open_job
 from optimize.run.pipeline import run

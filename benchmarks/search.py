@@ -23,11 +23,11 @@ from optimize import noise
 from optimize.listener import SILENT
 from optimize.measure.timing import Timing
 from optimize.passes.ptq import Ptq
-from optimize.precision.methods import METHODS, MethodName
-from optimize.precision.records import Found
+from optimize.precision.precision_records import Found
+from optimize.precision.precision_table import markdown
 from optimize.precision.search import Search, search
-from optimize.precision.table import markdown
-from optimize.report.words import NONE, number, points
+from optimize.precision.search_methods import METHODS, MethodName
+from optimize.report.number_format import NONE, number, points
 from optimize.run.job import Job
 from optimize.run.opened_job import open_job
 from optimize.run.recipe import load_recipe

@@ -15,10 +15,10 @@ from PIL.Image import Image
 from optimize.data.sources import tiff
 from optimize.measure.rows import Row
 from optimize.noise import silenced
-from optimize.report.words import size
+from optimize.report.number_format import size
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
-from optimize.store.history import History
+from optimize.store.training_history import History
 from serve.runtime.card.budget import Budget
 from serve.runtime.card.card import read_card
 from serve.runtime.display import Described

@@ -27,7 +27,7 @@ from optimize.export.macs import total_macs
 from optimize.passes.base import pass_of
 from optimize.pruning.groups import group
 from optimize.pruning.propagation import channels_of
-from optimize.pruning.widths import Costs, Rounding
+from optimize.pruning.width_budget import Costs, Rounding
 from optimize.run.recipe import Recipe, load_recipe
 from optimize.tracing.trace import trace
 from optimize.training.config import TrainingConfig

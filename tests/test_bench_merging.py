@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks import merging
 from optimize.run.recipe import load_recipe
-from optimize.store.effects import Effect
+from optimize.store.layer_effects import Effect
 from tests.optimize.runs_fixtures import TinyRun, tiny_run
 
 __all__ = ["tiny_run"]  # a fixture

@@ -165,7 +165,7 @@ def test_times_from_the_store_are_not_told_with_what_runs_now(quant: Any, made: 
 
 def test_nobody_measures_while_quantizing_is_timed(quant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, held = tmp_path / "lock", []
-    monkeypatch.setattr("optimize.measure.pool.LOCK_FILE", lock)
+    monkeypatch.setattr("optimize.measure.process_pool.LOCK_FILE", lock)
 
     def is_held() -> bool:
         try:

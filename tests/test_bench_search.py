@@ -11,7 +11,7 @@ from benchmarks.search import HEADS, Case, Effort, main, row, sooner
 from optimize.measure.figures import Difference
 from optimize.measure.rows import Judgement
 from optimize.measure.timing import Timing
-from optimize.precision.records import Budget, Found, Trial
+from optimize.precision.precision_records import Budget, Found, Trial
 
 CASE = Case("ResNet-20", "per tensor", 0.5)
 

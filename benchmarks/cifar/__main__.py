@@ -21,7 +21,7 @@ from benchmarks.cifar.provenance import changed
 from benchmarks.cifar.record import Cell, Table, read, write
 from benchmarks.cifar.rows import ROWS, Network
 from benchmarks.commands import command
-from optimize.report.words import percent, points
+from optimize.report.number_format import percent, points
 from serve.runtime.errors import PipelineError
 
 _RECORDS, _SHORT_RECORDS = Path("benchmarks/records/cifar.json"), Path("build/cifar.json")

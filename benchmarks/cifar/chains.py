@@ -10,7 +10,7 @@ from optimize.passes.base import pass_of
 from optimize.passes.fine_tune import FineTune
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx import Onnx
-from optimize.pruning.latency import Latency
+from optimize.pruning.latency_budget import Latency
 from optimize.run.recipe import Recipe
 from optimize.run.session import BASELINE
 from optimize.store.artifact import Artifact

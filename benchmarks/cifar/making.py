@@ -38,8 +38,8 @@ from optimize.run.job import Job
 from optimize.run.opened_job import Opened, open_job
 from optimize.run.recipe import load_recipe
 from optimize.store.artifact import Artifact
-from optimize.store.effects import WHOLE, read_effects
 from optimize.store.keys import make_key
+from optimize.store.layer_effects import WHOLE, read_effects
 from optimize.training.config import TrainingConfig
 from optimize.variant import Variant
 from serve.common.progress import here as shown_here

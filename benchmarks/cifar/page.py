@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks.cifar.provenance import RECIPE_CHANGED
 from benchmarks.cifar.record import Cell, Faster, Judged, Table
 from benchmarks.cifar.rows import ROWS, Row
-from optimize.report.words import NONE, percent, points, size, times
+from optimize.report.number_format import NONE, percent, points, size, times
 
 #: Says of a cell whether its recipe or the code that made it has changed since; nothing where that is not known.
 Changed = Callable[[Cell], Iterable[str]]

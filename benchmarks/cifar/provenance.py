@@ -10,7 +10,7 @@ from typing import Final
 from benchmarks.cifar.chains import chain, told, with_epochs
 from benchmarks.cifar.record import Cell
 from benchmarks.cifar.rows import EXAMPLES, MODELS, ROWS
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.passes.base import find_pass
 from optimize.run.recipe import load_recipe
 from optimize.store.sources import source_digest

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from optimize.measure.figures import Record
 from optimize.measure.statistics import PairedDifference, paired_interval
-from optimize.store.files import write_json
+from optimize.store.atomic_files import write_json
 from serve.runtime.errors import UserError, one_line
 
 

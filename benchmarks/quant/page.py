@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from benchmarks.quant.record import RowRecord, SubjectRecord
 from benchmarks.quant.ways import DEFAULTS, FLOAT
 from optimize.measure.statistics import PairedDifference, RatioInterval, paired_difference, ratio_interval
-from optimize.report.words import percent, points
+from optimize.report.number_format import percent, points
 
 #: What engines are called in titles.
 TITLES = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "inductor": "Inductor", "exported": "ATen"}

@@ -14,7 +14,7 @@ import torch
 from benchmarks.quant.record import RowRecord, SubjectRecord, Timed
 from benchmarks.quant.ways import Bed, Way
 from optimize.measure.bench import Bench, Candidate
-from optimize.measure.pool import Pool
+from optimize.measure.process_pool import Pool
 from optimize.passes.base import pass_of
 from serve.runtime.card.execution import Execution
 

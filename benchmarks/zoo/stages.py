@@ -34,10 +34,10 @@ from optimize.measure.references import REFERENCES
 from optimize.measure.rows import Reference, Row
 from optimize.measure.timing import Timing
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
-from optimize.models.fitting import load_into
+from optimize.models.model_names import resolve_model, with_named_weights
 from optimize.models.preprocessing import choose_preprocessing
-from optimize.models.resolve import resolve_model, with_named_weights
 from optimize.models.source import ModelSource
+from optimize.models.weight_matching import load_into
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx import Onnx
 from optimize.passes.onnx_int8 import OnnxInt8

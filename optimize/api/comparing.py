@@ -9,10 +9,10 @@ from pathlib import Path
 
 from optimize.arguments import differences, must_be, unused
 from optimize.measure.bench import Bench
+from optimize.measure.chosen_executions import check_wanted
 from optimize.measure.machine import measured_devices, resolve_device
 from optimize.measure.rows import Results, Row
 from optimize.measure.timing import Timing
-from optimize.measure.wanted import check_wanted
 from optimize.noise import silenced
 from optimize.report.comparison import Comparison
 from optimize.run.float_references import graph_of

@@ -11,14 +11,14 @@ from optimize.measure.timing import Timing
 from optimize.noise import silenced
 from optimize.passes.base import find_pass
 from optimize.passes.ptq import Ptq
-from optimize.precision.methods import MethodName
-from optimize.precision.records import Found, Sensitivity
+from optimize.precision.precision_records import Found, Sensitivity
 from optimize.precision.search import Search
 from optimize.precision.search import search as _search
+from optimize.precision.search_methods import MethodName
 from optimize.precision.sensitivity import ONE_IMAGE, subject
 from optimize.precision.sensitivity import sensitivity as _sensitivity
+from optimize.profiling.profile_records import Profiled
 from optimize.profiling.profiling import float_program, profile_artifact
-from optimize.profiling.records import Profiled
 from optimize.variant import Variant
 from serve.common.progress import here
 from serve.runtime.card.execution import Execution

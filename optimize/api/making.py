@@ -15,7 +15,7 @@ from optimize.arguments import must_be, must_be_model, nearest_settings, step_na
 from optimize.data.augmentation_choice import Augmentation
 from optimize.data.formats.base import DEFAULT_DATA
 from optimize.data.from_python import image_data
-from optimize.data.items import Data
+from optimize.data.program_items import Data
 from optimize.data.records import ImageData
 from optimize.measure.rows import Skip
 from optimize.models.preprocessing_config import PreprocessingConfig, Wish

@@ -8,13 +8,13 @@ import typer
 from typer.core import TyperCommand
 
 from optimize.cli.faults import workarounds
-from optimize.cli.integers import certify, lint
-from optimize.cli.layers import search, sensitivity
-from optimize.cli.passes import list_passes
-from optimize.cli.profiles import profile
-from optimize.cli.running import compare, run
-from optimize.cli.stored import list_runs, prune, show, verify
-from optimize.cli.words import ListsData
+from optimize.cli.int8_commands import certify, lint
+from optimize.cli.passes_command import list_passes
+from optimize.cli.precision_commands import search, sensitivity
+from optimize.cli.profile_command import profile
+from optimize.cli.run_commands import compare, run
+from optimize.cli.shared_options import ListsData
+from optimize.cli.store_commands import list_runs, prune, show, verify
 from optimize.training.distributed.first_process import first_alone
 from serve.common.command_line import OneLineGroup
 

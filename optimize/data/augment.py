@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from optimize.data.augmentation_choice import Augmentation
-from optimize.data.draws import Draws
+from optimize.data.random_draws import Draws
 from serve.runtime.images.lean_torchvision import functional as transforms
 
 

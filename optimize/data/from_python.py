@@ -7,7 +7,7 @@ The endpoint gets encoded images, so images are kept as pixels, of which it can 
 - images that are prepared already (resized, cropped, as floats also normalised) need the statement of what was done
   to them. The preprocessing is then that one, and floats are turned back into the pixels that they were made of.
 
-Everything is read once, in the order of the data, when the data set is made; see `optimize.data.items`. Random
+Everything is read once, in the order of the data, when the data set is made; see `optimize.data.program_items`. Random
 transforms are fixed by that, which a note says; they are better left out.
 """
 
@@ -27,9 +27,9 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from optimize.data.augmentation_choice import Augmentation
-from optimize.data.folders import cache_folder
-from optimize.data.items import Data, Items, Pair, drawn_by, items_of, kind
+from optimize.data.cache_folders import cache_folder
 from optimize.data.pixels import native_size
+from optimize.data.program_items import Data, Items, Pair, drawn_by, items_of, kind
 from optimize.data.records import ImageData, Split
 from optimize.data.sources import Pixels, Records, Source, png, select, tiff
 from optimize.data.splits import split_off

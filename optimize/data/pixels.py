@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, finalize
 import numpy as np
 import torch
 
-from optimize.data.folders import cache_folder
+from optimize.data.cache_folders import cache_folder
 from optimize.data.records import Split
 from optimize.data.sources import Source, read_source
 from optimize.data.unreadable import refused

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from optimize.data.draws import Draws
+from optimize.data.random_draws import Draws
 from serve.runtime.images.lean_torchvision import torchvision
 
 v2 = torchvision.transforms.v2

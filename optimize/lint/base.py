@@ -15,9 +15,9 @@ import numpy as np
 import onnx
 
 from optimize.lint.acceptance import acceptance
-from optimize.lint.files import read_graph, weight_bytes
 from optimize.lint.graph import DOMAINS, Graph, label, printable
 from optimize.lint.shapes import misfits
+from optimize.lint.untrusted_files import read_graph, weight_bytes
 from serve.runtime.errors import PipelineError, UserError, listed, message_of, one_line
 from serve.runtime.registry import Registry, defined_at
 

@@ -12,7 +12,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import AttributeProto, NodeProto, TensorProto, defs, helper, numpy_helper
 
-from optimize.lint.tensors import check_tensor, has_numbers, values_of
+from optimize.lint.untrusted_tensors import check_tensor, has_numbers, values_of
 from serve.runtime.errors import UserError
 
 #: Operators with weights, whose integer kernels are what quantization is for.

@@ -22,18 +22,18 @@ import torch
 from optimize.context import Context
 from optimize.data.loading import loader
 from optimize.measure.accuracy import Answers, answer, load_answers, save_answers
+from optimize.measure.chosen_executions import wanted_executions
 from optimize.measure.contention import Watch
 from optimize.measure.figures import Footprint
+from optimize.measure.key_inputs import surroundings
 from optimize.measure.latency import Speed, Turn, measure_speed
-from optimize.measure.pool import MAX_BATCH, Loaded, Pool
+from optimize.measure.process_pool import MAX_BATCH, Loaded, Pool
 from optimize.measure.processes import Worker
 from optimize.measure.references import REFERENCES, pickled, references_on
-from optimize.measure.surroundings import surroundings
 from optimize.measure.timing import Timing
-from optimize.measure.wanted import wanted_executions
 from optimize.measure.worker import Child
 from optimize.store.artifact import Artifact
-from optimize.store.files import write_json
+from optimize.store.atomic_files import write_json
 from optimize.store.keys import AnswersKey, FootprintKey, Key, ProbeKey, SpeedKey, opening, paired
 from optimize.store.objects import Store
 from serve.runtime.card.execution import Execution

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from optimize.measure.latency import Call
-from optimize.models.by_value import pickled_by_value
+from optimize.models.pickling import pickled_by_value
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.card.execution import keep_memory
 from serve.runtime.device.cores import cores

@@ -14,8 +14,8 @@ from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from optimize.measure.figures import Difference, Measured, Record, Timed
 from optimize.measure.timing import Timing
-from optimize.store.effects import Effect
-from optimize.store.history import History
+from optimize.store.layer_effects import Effect
+from optimize.store.training_history import History
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.card.certificate import Certificate
 from serve.runtime.card.execution import Execution

@@ -90,8 +90,8 @@ def read_checkpoint(
     The state dict may be the whole file or lie anywhere in its dicts and lists. Where training scripts usually put it
     (``state_dict``, ``model``, ``model_state_dict`` …) is looked at first, and averaged weights beside it (``ema``,
     ``model_ema``, ``state_dict_ema`` …) go before it; of other places the network decides, see
-    `optimize.models.fitting`. The prefixes that wrappers add (``module.`` of DataParallel when every key has it,
-    ``_orig_mod.`` of ``torch.compile``) are taken off.
+    `optimize.models.weight_matching`. The prefixes that wrappers add (``module.`` of DataParallel when every key has
+    it, ``_orig_mod.`` of ``torch.compile``) are taken off.
 
     Args:
         path: the file.

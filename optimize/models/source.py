@@ -1,7 +1,7 @@
 """What a model source is: something that builds a fresh ``nn.Module``, and what it says about its input.
 
-Each origin has its file: `optimize.models.torchvision`, `optimize.models.timm`, `optimize.models.user` and
-`optimize.models.module`. A name is turned into a source by `optimize.models.resolve`.
+Each origin has its file: `optimize.models.torchvision`, `optimize.models.timm`, `optimize.models.user_models` and
+`optimize.models.module_source`. A name is turned into a source by `optimize.models.model_names`.
 """
 
 from __future__ import annotations

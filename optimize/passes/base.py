@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from optimize.context import Context
-from optimize.models.live import live_digest
+from optimize.models.live_objects import live_digest
 from optimize.store.artifact import EAGER, KIND_NAMES, Artifact, Kind, Product
 from optimize.tracing.custom_gradients import lost_gradients
 from serve.common.config import Config

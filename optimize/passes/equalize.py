@@ -17,7 +17,7 @@ from optimize.export.program import write_program, write_weights
 from optimize.passes.base import Pass, register
 from optimize.quantization.recovery.equalization import Pair, bound_channels, equalize, pairs
 from optimize.store.artifact import Artifact, Product
-from optimize.store.effects import write_effects
+from optimize.store.layer_effects import write_effects
 from optimize.tracing.equivalence import require_alike
 from optimize.tracing.trace import trace
 from serve.common.config import Config

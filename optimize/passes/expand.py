@@ -20,7 +20,7 @@ from optimize.errors import NotApplicableError
 from optimize.export.program import write_program, write_weights
 from optimize.passes.base import Pass, gradients_lost, register, zeros_are_meant
 from optimize.store.artifact import Artifact, Product
-from optimize.store.history import History
+from optimize.store.training_history import History
 from optimize.tracing.branches import blocks
 from optimize.tracing.equivalence import require_alike
 from optimize.tracing.naming import free_name

@@ -18,7 +18,7 @@ from optimize.export.program import write_program, write_weights
 from optimize.passes.base import Pass, register
 from optimize.quantization.recovery.equalization import FIGURE, spread
 from optimize.store.artifact import Artifact, Product
-from optimize.store.effects import Effect, write_effects
+from optimize.store.layer_effects import Effect, write_effects
 from optimize.tracing.branches import Block, merge_blocks
 from optimize.tracing.equivalence import require_alike
 from optimize.tracing.trace import trace

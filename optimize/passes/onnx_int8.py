@@ -27,7 +27,7 @@ from optimize.quantization.lowbit.execution_kind import OF_FLOAT, of_graph
 from optimize.quantization.lowering.qdq import QdqSummary, lower
 from optimize.quantization.targets import Target, TargetName, target_named
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, Product
-from optimize.store.files import write_json
+from optimize.store.atomic_files import write_json
 from serve.runtime.device.buckets import DEFAULT_BUCKETS
 from serve.runtime.device.cpu_integers import TENSORRT
 from serve.runtime.engines.onnxruntime_tensorrt import PROFILE_ENDING, profile

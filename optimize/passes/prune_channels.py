@@ -22,22 +22,22 @@ from optimize.context import Context
 from optimize.errors import NotApplicableError, PassError
 from optimize.export.macs import total_macs
 from optimize.export.program import write_program, write_weights
-from optimize.models.patterns import around
+from optimize.models.module_patterns import around
 from optimize.passes.base import Pass, gradients_lost, register, zeros_are_meant
 from optimize.pruning.channels import Channels
 from optimize.pruning.criteria import Criterion, first_order, scores
 from optimize.pruning.groups import Grouping, group
-from optimize.pruning.latency import Budget, Kept, Latency, Race, Removed, Search
+from optimize.pruning.latency_budget import Budget, Kept, Latency, Race, Removed, Search
 from optimize.pruning.propagation import channels_of
 from optimize.pruning.regularised import Sparsifying, sparsify
 from optimize.pruning.settings import FineTuned, Pruning, check_keep, fine_tune, kept_by
 from optimize.pruning.surgery import Structure, joined, masked, remove, resized
-from optimize.pruning.widths import Costs, Rounding, Spread, removed, widths
+from optimize.pruning.width_budget import Costs, Rounding, Spread, removed, widths
 from optimize.store.artifact import Artifact, Product
-from optimize.store.effects import WHOLE, Effect, write_effects
+from optimize.store.layer_effects import WHOLE, Effect, write_effects
 from optimize.tracing.equivalence import require_alike
 from optimize.tracing.trace import trace
-from optimize.training.events import part
+from optimize.training.tensorboard_events import part
 from serve.runtime.errors import listed
 
 

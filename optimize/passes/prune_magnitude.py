@@ -15,7 +15,7 @@ from optimize.errors import NotApplicableError
 from optimize.passes.base import Pass, register
 from optimize.pruning.masks import Scope, smallest, weighted
 from optimize.pruning.settings import Pruning, check_keep, kept_by
-from optimize.pruning.simulated import write_zeroed
+from optimize.pruning.simulated_zeros import write_zeroed
 from optimize.store.artifact import Artifact, Product
 
 

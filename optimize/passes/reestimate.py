@@ -18,7 +18,7 @@ from optimize.errors import NotApplicableError
 from optimize.export.program import write_program, write_weights
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
-from optimize.store.effects import Effect, write_effects
+from optimize.store.layer_effects import Effect, write_effects
 from serve.common.config import Config
 from serve.runtime.images.image_preprocessing import normalise
 

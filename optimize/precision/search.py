@@ -27,10 +27,10 @@ from optimize.passes.fuse import Fuse
 from optimize.passes.onnx import Onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
-from optimize.precision.layers import layers_of, ranks
-from optimize.precision.methods import METHODS, MethodName, given_back
-from optimize.precision.records import Budget, Found, Trial
-from optimize.precision.sentences import Choice, why
+from optimize.precision.precision_records import Budget, Found, Trial
+from optimize.precision.quantizable_layers import layers_of, ranks
+from optimize.precision.search_explanation import Choice, why
+from optimize.precision.search_methods import METHODS, MethodName, given_back
 from optimize.precision.trials import Bed, Mixed, Precisions, choose_execution, require_engine, require_execution
 from optimize.run.image_halves import Halves, Right, halves
 from optimize.run.recommendation.accuracy_drop import within

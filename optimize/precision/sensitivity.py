@@ -17,8 +17,8 @@ from optimize.measure.timing import Timing
 from optimize.passes.onnx import Onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
-from optimize.precision.layers import layers_of
-from optimize.precision.records import Figure, Layer, Sensitivity
+from optimize.precision.precision_records import Figure, Layer, Sensitivity
+from optimize.precision.quantizable_layers import layers_of
 from optimize.precision.trials import Bed, Precisions, fastest_execution, require_engine, require_execution
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from optimize.profiling.base import Reader
-from optimize.profiling.records import Peak
+from optimize.profiling.profile_records import Peak
 from serve.runtime.errors import one_line
 
 #: Rows and columns of the matrices, of which the faster count: small ones fit into caches, large ones fill vectors.

@@ -12,10 +12,10 @@ import torch
 
 from optimize.listener import SILENT, Listener
 from optimize.measure.machine import machine, versions
-from optimize.measure.pool import Pool
+from optimize.measure.process_pool import Pool
 from optimize.profiling.base import readers
-from optimize.profiling.process import in_process
-from optimize.profiling.records import Profile, Profiled
+from optimize.profiling.profile_records import Profile, Profiled
+from optimize.profiling.profiling_process import in_process
 from optimize.store.keys import content
 from serve.runtime.card.card import Card, load_card
 from serve.runtime.card.execution import Execution

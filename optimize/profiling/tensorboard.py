@@ -8,8 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-from optimize.profiling.records import Profile, Profiled
-from optimize.training.events import tensorboard
+from optimize.profiling.profile_records import Profile, Profiled
+from optimize.training.tensorboard_events import tensorboard
 from serve.runtime.errors import UserError
 
 #: What a node of a TensorFlow graph may be called (tensorflow/core/framework/node_def_util.cc).

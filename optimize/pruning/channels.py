@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from optimize.export.macs import weighted_macs
-from optimize.pruning.labels import Labels
+from optimize.pruning.channel_labels import Labels
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from optimize.models.patterns import around
-from optimize.store.effects import WHOLE, Effect
+from optimize.models.module_patterns import around
+from optimize.store.layer_effects import WHOLE, Effect
 
 Scope = Literal["global", "layer"]
 

@@ -1,8 +1,9 @@
 """Which channels of a network belong together: its graph run once, with a label beside every channel.
 
-Beside each tensor stands one of labels (see `optimize.pruning.labels`). A convolution gives its outputs labels of their
-own; what adds two tensors ties theirs; what moves values is executed on the labels themselves, so that a concat, a
-slice or a flatten needs no rule. Whatever is not understood keeps the channels that reach it, with the reason.
+Beside each tensor stands one of labels (see `optimize.pruning.channel_labels`). A convolution gives its outputs labels
+of their own; what adds two tensors ties theirs; what moves values is executed on the labels themselves, so that a
+concat, a slice or a flatten needs no rule. Whatever is not understood keeps the channels that reach it, with the
+reason.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from optimize.pruning.channel_labels import Labels, channel_dims, squeezed
 from optimize.pruning.channels import Channels, Cut, Layer
-from optimize.pruning.labels import Labels, channel_dims, squeezed
 from optimize.pruning.operations import (
     BINARY,
     CONCATS,

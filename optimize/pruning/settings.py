@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from torch import nn
 
 from optimize.context import Context
-from optimize.models.patterns import classes, matching, unmatched
-from optimize.store.history import History
+from optimize.models.module_patterns import classes, matching, unmatched
+from optimize.store.training_history import History
 from optimize.training.config import Retraining, TrainingConfig
 from optimize.training.loop import train
 from serve.common.config import Config

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, with_config
 from torch import nn
 from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
 
-from optimize.models.patterns import around, classes, matching, unmatched
+from optimize.models.module_patterns import around, classes, matching, unmatched
 from optimize.quantization.gate import Gate
 from optimize.quantization.graph.repeated_calls import called_layer
 from optimize.quantization.observer_choice import Observer, spelled

@@ -15,7 +15,7 @@ import torch
 from pydantic import PlainSerializer, PlainValidator
 from torch.ao.quantization.observer import ObserverBase
 
-from optimize.models.live import live_digest
+from optimize.models.live_objects import live_digest
 from optimize.quantization.ranges import OBSERVERS
 from serve.runtime.errors import did_you_mean, one_line
 from serve.runtime.registry import Registry, defined_at

@@ -25,7 +25,7 @@ from optimize.quantization.recovery.layerwise import Recovery, choose_weights, r
 from optimize.quantization.simulate import simulated, weighted
 from optimize.quantization.targets import target_named
 from optimize.store.artifact import Artifact, Product
-from optimize.store.effects import write_effects
+from optimize.store.layer_effects import write_effects
 
 
 class Static(Choices, Recovery):

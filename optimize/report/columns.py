@@ -11,8 +11,7 @@ from typing import Literal
 
 from optimize.measure.figures import Measured, Ratio, Timed
 from optimize.measure.rows import FLOAT_GRAPHS, Results
-from optimize.report.lines import Line, lines
-from optimize.report.words import (
+from optimize.report.number_format import (
     NONE,
     Family,
     count,
@@ -27,6 +26,7 @@ from optimize.report.words import (
     small,
     times,
 )
+from optimize.report.table_rows import Line, lines
 
 SLOWER = "slower than its parent"
 

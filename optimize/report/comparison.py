@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, overload
 from optimize.measure.rows import Recommendation, Reference, Results, Row
 from optimize.report.columns import COLUMNS
 from optimize.report.console import text
-from optimize.report.lines import lines
+from optimize.report.number_format import plural
 from optimize.report.page import fragment, plot
 from optimize.report.table import table
-from optimize.report.words import plural
+from optimize.report.table_rows import lines
 from serve.runtime.errors import UserError
 
 if TYPE_CHECKING:

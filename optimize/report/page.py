@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimize.measure.rows import Report, Results, Row
-from optimize.report import parities
-from optimize.report.charts import Charts
+from optimize.report import parity_text
 from optimize.report.columns import COLUMNS, Column, family_of
 from optimize.report.lineage import layout
-from optimize.report.lines import Line, lines, others, references, shown
-from optimize.report.sentences import facts, method, notes, verdict, yardsticks
-from optimize.report.words import count, day, figure, moment, number, percent, plain, plural, seconds
-from optimize.store.files import write_atomically
-from optimize.store.history import PARTS, History, shares
+from optimize.report.number_format import count, day, figure, moment, number, percent, plain, plural, seconds
+from optimize.report.report_text import facts, method, notes, verdict, yardsticks
+from optimize.report.stored_charts import Charts
+from optimize.report.table_rows import Line, lines, others, references, shown
+from optimize.store.atomic_files import write_atomically
+from optimize.store.training_history import PARTS, History, shares
 
 if TYPE_CHECKING:
     import jinja2
@@ -80,7 +80,7 @@ def write_html(
             notes=notes(report),
             effects=[(row.name, row.effects) for row in report.rows if row.effects],
             parities=[(row.name, row.certificate) for row in report.rows if row.certificate],
-            parity_heads=parities.HEADS,
+            parity_heads=parity_text.HEADS,
             taken=moment(report.measurement.taken),
             created=moment(report.created),
             results=[column for column in columns if column.table == "results"],
@@ -142,9 +142,9 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {"family": family_of, "percent": percent, "number": number, "settings": _settings}
     environment.filters |= {
         "figure": figure,
-        "parity": parities.cells,
-        "of": parities.explained,
-        "missing": parities.missing,
+        "parity": parity_text.cells,
+        "of": parity_text.explained,
+        "missing": parity_text.missing,
     }
     return environment
 

@@ -17,9 +17,9 @@ from optimize.measure.figures import Accuracy, Measured
 from optimize.measure.rows import Results
 from optimize.report.columns import family_of
 from optimize.report.drawing import PAGE, PAPER, SETTINGS, Palette, canvas, inline, render
-from optimize.report.labels import End, Label, label_ends, place_labels
-from optimize.report.lines import Line, lines, others, shown
-from optimize.report.words import Family, number, size
+from optimize.report.label_placement import End, Label, label_ends, place_labels
+from optimize.report.number_format import Family, number, size
+from optimize.report.table_rows import Line, lines, others, shown
 
 _MARKERS: dict[Family, str] = {"float": "o", "half": "D", "int": "s"}
 _WORDS: dict[Family, str] = {"float": "32-bit float", "half": "16-bit float", "int": "8-bit integer"}

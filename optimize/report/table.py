@@ -13,9 +13,9 @@ from rich.text import Text
 from optimize.measure.rows import Results
 from optimize.report.columns import COLUMNS, SLOWER, Column, parent_of
 from optimize.report.console import UNBOUNDED, output
-from optimize.report.lines import Line, lines
-from optimize.report.parities import parity_lines
-from optimize.report.sentences import changes, tail, verdict, yardsticks
+from optimize.report.parity_text import parity_lines
+from optimize.report.report_text import changes, tail, verdict, yardsticks
+from optimize.report.table_rows import Line, lines
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

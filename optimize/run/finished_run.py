@@ -10,7 +10,7 @@ from optimize.data.formats.base import open_data
 from optimize.listener import Listener
 from optimize.measure.rows import Report
 from optimize.models.preprocessing_config import PreprocessingConfig, Wish
-from optimize.report.runs import artifact_folder, report_of
+from optimize.report.finished_runs import artifact_folder, report_of
 from optimize.run.identity import identity_of
 from optimize.run.job import Job
 from optimize.run.opened_job import open_job

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from optimize.data.records import ImageData
 from optimize.models.source import ModelSource
-from optimize.store.files import write_json
+from optimize.store.atomic_files import write_json
 from serve.common import layout
 from serve.runs import sealed_files
 from serve.runtime.errors import UserError

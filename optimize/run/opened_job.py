@@ -15,26 +15,26 @@ from optimize.context import Context
 from optimize.data.augmentation_choice import IN_WORDS
 from optimize.data.class_order import CHECKPOINT, ORDERS, with_order
 from optimize.data.classes import check_classes, with_classes
-from optimize.data.depth import depth_notes
 from optimize.data.formats.base import open_data
+from optimize.data.grey_depth import depth_notes
 from optimize.data.records import ImageData
 from optimize.data.splits import subset
 from optimize.listener import SILENT, Listener
 from optimize.measure.machine import measured_devices, resolve_device
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
-from optimize.models.module import module_source
+from optimize.models.model_names import resolve_model, with_checkpoint, with_named_weights
+from optimize.models.module_source import module_source
 from optimize.models.preprocessing import choose_preprocessing
 from optimize.models.preprocessing_config import Wish
-from optimize.models.resolve import resolve_model, with_checkpoint, with_named_weights
 from optimize.models.source import ModelSource
 from optimize.run.identity import Identity
 from optimize.run.job import Job
 from optimize.run.session import Session
-from optimize.store.files import check_writable
+from optimize.store.atomic_files import check_writable
 from optimize.store.objects import Store
 from optimize.training.distributed.environment import processes
 from optimize.training.distributed.first_process import only_first
-from optimize.training.events import tensorboard
+from optimize.training.tensorboard_events import tensorboard
 from serve.common import layout
 from serve.runtime.device.cores import cores
 

@@ -21,9 +21,9 @@ from optimize.measure.bench import Bench
 from optimize.measure.machine import machine, versions
 from optimize.measure.rows import Data, Machine, Report, Row, Skip
 from optimize.models.preprocessing_config import Wish
-from optimize.profiling.files import layer_charts
-from optimize.report.charts import stored_charts
+from optimize.profiling.profile_files import layer_charts
 from optimize.report.page import write_html
+from optimize.report.stored_charts import stored_charts
 from optimize.run.float_references import graph_of
 from optimize.run.identity import refuse_replacing, write_identity
 from optimize.run.job import Job
@@ -35,7 +35,7 @@ from optimize.run.recommendation.selection import recommend
 from optimize.run.report_rows import measure, not_made, skip_of
 from optimize.run.session import BASELINE, Step
 from optimize.run.teacher_checks import check_teaching
-from optimize.store.files import write_atomically, write_json
+from optimize.store.atomic_files import write_atomically, write_json
 from optimize.training.config import trains
 from serve.common import layout
 from serve.runs import sealed_files

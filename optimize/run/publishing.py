@@ -14,7 +14,7 @@ from optimize.measure.figures import Measured
 from optimize.measure.rows import Archive, Machine, Pair, Row
 from optimize.measure.statistics import wilson_interval
 from optimize.store.artifact import Artifact
-from optimize.store.files import TEMPORARY, write_atomically, write_json
+from optimize.store.atomic_files import TEMPORARY, write_atomically, write_json
 from optimize.store.keys import ArchiveKey
 from optimize.store.objects import Store
 from optimize.store.sources import code_of

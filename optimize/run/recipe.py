@@ -19,9 +19,9 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from optimize.measure.chosen_executions import check_wanted
 from optimize.measure.references import REFERENCES
 from optimize.measure.timing import Timing
-from optimize.measure.wanted import check_wanted
 from optimize.models.preprocessing_config import PreprocessingConfig
 from optimize.passes.base import Pass, find_pass, passes
 from optimize.run.recommendation.rule import Recommend

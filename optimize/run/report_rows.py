@@ -14,7 +14,7 @@ from optimize.errors import NotApplicableError
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, parity
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable, Weighed, eager_origin
-from optimize.measure.class_order import misplaced
+from optimize.measure.class_order_check import misplaced
 from optimize.measure.figures import Measured
 from optimize.measure.latency import compare, disturbance_of
 from optimize.measure.rows import Measurement, ModelFile, Pair, Reference, Row, Skip
@@ -25,7 +25,7 @@ from optimize.run.image_halves import Right
 from optimize.run.relative_speeds import Turns, fastest, turns
 from optimize.run.session import Step
 from optimize.store.artifact import Artifact
-from optimize.store.effects import read_effects
+from optimize.store.layer_effects import read_effects
 from serve.common.config import Config
 from serve.runtime.card.execution import Execution
 from serve.runtime.errors import EngineError, PipelineError, UserError, message_of

@@ -22,11 +22,11 @@ from optimize.measure.contention import Watch
 from optimize.measure.figures import Measured
 from optimize.measure.latency import Turn, compare, disturbance_of, measure_speed
 from optimize.measure.machine import machine
-from optimize.measure.pool import MAX_BATCH, Loaded, Pool
+from optimize.measure.process_pool import MAX_BATCH, Loaded, Pool
 from optimize.measure.processes import Worker
 from optimize.measure.rows import Machine, Measurement, Pair, Report, Results, Row, Skip
 from optimize.measure.timing import Timing
-from optimize.report.runs import report_of
+from optimize.report.finished_runs import report_of
 from optimize.run.recommendation.rule import Recommend
 from optimize.run.recommendation.selection import recommend
 from optimize.run.relative_speeds import turns

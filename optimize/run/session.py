@@ -19,10 +19,10 @@ import torch
 from optimize.context import Context
 from optimize.data.augmentation_choice import IN_WORDS
 from optimize.export.sparsity import sparsity
+from optimize.measure.key_inputs import timing_here
 from optimize.measure.machine import installed_version, machine, versions
-from optimize.measure.surroundings import timing_here
 from optimize.memory import collect
-from optimize.models.built import architecture_of
+from optimize.models.built_network import architecture_of
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.preprocessing import ChosenPreprocessing
 from optimize.models.source import ModelSource
@@ -31,14 +31,14 @@ from optimize.passes.base import Pass, find_pass, pass_of, zeros_are_meant
 from optimize.quantization.targets import x86_target
 from optimize.run.teachers import find_teacher
 from optimize.store.artifact import EAGER, PRODUCT_FILE, Artifact, Kind, Made, Product, read_product, write_product
-from optimize.store.history import History
 from optimize.store.keys import BaselineKey, Key, NamedKey, StageKey, content
 from optimize.store.locks import Hold
 from optimize.store.objects import Store, StoredObject
 from optimize.store.sources import code_of
+from optimize.store.training_history import History
 from optimize.training.baseline import make_baseline, new_module
 from optimize.training.config import TrainingConfig, distillations, in_words, inputs, trains
-from optimize.training.events import write_histories
+from optimize.training.tensorboard_events import write_histories
 from serve.common.config import Config
 from serve.runtime.card.card import Ancestor, Card, read_card, write_card
 from serve.runtime.display import Described

@@ -12,14 +12,14 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.measure.machine import installed_version
-from optimize.models.built import architecture_of
+from optimize.models.built_network import architecture_of
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
-from optimize.models.fitting import load_into
 from optimize.models.logits import ending_of, giving_logits
-from optimize.models.module import module_source
-from optimize.models.resolve import resolve_model, with_checkpoint, with_named_weights
+from optimize.models.model_names import resolve_model, with_checkpoint, with_named_weights
+from optimize.models.module_source import module_source
 from optimize.models.source import ModelSource
 from optimize.models.teacher import Served, Teacher, Teaching
+from optimize.models.weight_matching import load_into
 from optimize.store.artifact import KIND_NAMES, Artifact
 from optimize.store.keys import content, make_key
 from optimize.store.sources import source_digest

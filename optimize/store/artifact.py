@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from optimize.errors import PassError
-from optimize.store.files import write_json
-from optimize.store.history import History
+from optimize.store.atomic_files import write_json
+from optimize.store.training_history import History
 from serve.runtime.card.card import Card, Device, Format, InputType, Probabilities, load_card
 from serve.runtime.display import Described
 from serve.runtime.errors import CardError, UserError

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from optimize.store.files import write_atomically
+from optimize.store.atomic_files import write_atomically
 from serve.runtime.card.card import sha256_file
 from serve.runtime.card.json_documents import sealed, unsealed
 

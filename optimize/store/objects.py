@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from optimize.errors import NotApplicableError
-from optimize.store.files import temporary_for, write_json
+from optimize.store.atomic_files import temporary_for, write_json
 from optimize.store.hashes import Hashes
 from optimize.store.locks import Hold, exclusive, is_free
 from serve.common import layout

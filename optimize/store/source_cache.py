@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from optimize.data.folders import cache_folder
-from optimize.store.files import write_atomically
+from optimize.data.cache_folders import cache_folder
+from optimize.store.atomic_files import write_atomically
 from serve.runtime.card.json_documents import sealed, unsealed
 from serve.runtime.errors import UserError
 

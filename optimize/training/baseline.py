@@ -11,11 +11,11 @@ from torch import nn
 from optimize.context import Context
 from optimize.export.program import write_program, write_weights
 from optimize.models.checkpoint import Checkpoint
-from optimize.models.fitting import load_into
 from optimize.models.logits import ENDINGS, ending_of, giving_logits, materialised, with_one_tensor
 from optimize.models.source import ModelSource
+from optimize.models.weight_matching import load_into
 from optimize.store.artifact import Product
-from optimize.store.history import History
+from optimize.store.training_history import History
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
 from serve.runtime.card.card import MOST_CHANNELS, Probabilities

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from optimize.listener import Listener
-from optimize.store.files import temporary_for
+from optimize.store.atomic_files import temporary_for
 from serve.common.config import Config
 from serve.runtime.card.card import sha256_file
 

@@ -19,19 +19,19 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.data.augment import augment
-from optimize.data.draws import Draws
 from optimize.data.loading import Loader, Placed, loader
+from optimize.data.random_draws import Draws
 from optimize.data.records import Split
 from optimize.data.splits import hold_out, part
 from optimize.data.transforms import transform
 from optimize.errors import PassError
-from optimize.store.history import Epoch, Point
+from optimize.store.training_history import Epoch, Point
 from optimize.training.checkpoints import Checkpoints, fingerprint, load_state
 from optimize.training.config import TrainingConfig
 from optimize.training.distributed import group
 from optimize.training.distributed.api import train_together
 from optimize.training.distributed.wrap import joined
-from optimize.training.events import Events
+from optimize.training.kept_zeros import Zeros
 from optimize.training.mixup import mixed
 from optimize.training.objective import Piece, objective
 from optimize.training.optimizers import Average, clip, make_optimizer, peak_rate, rate
@@ -40,7 +40,7 @@ from optimize.training.randomness import deterministic, random_states, restore_r
 from optimize.training.recompute import checkpointed
 from optimize.training.results import Manner, Penalty, Progress, SetMode, TrainingResult
 from optimize.training.stopwatch import Stopwatch
-from optimize.training.zeros import Zeros
+from optimize.training.tensorboard_events import Events
 from serve.runtime.errors import UserError
 from serve.runtime.images.image_preprocessing import normalise
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from optimize.data.draws import Draws
+from optimize.data.random_draws import Draws
 
 # Not torchvision's v2.MixUp (0.29): it draws one proportion for all of a batch, from the process's generator, and mixes
 # across the whole batch, of which one of several processes has a part.

@@ -14,11 +14,11 @@ from optimize.context import Context
 from optimize.data.records import Split
 from optimize.errors import PassError
 from optimize.models.teacher import Teacher
-from optimize.training.answers import answers_of, changing, kept_answers
 from optimize.training.config import TrainingConfig
 from optimize.training.distil import Distil
 from optimize.training.features import Student, match, relative_error
 from optimize.training.precision import Precision
+from optimize.training.teacher_answers import answers_of, changing, kept_answers
 from serve.runtime.card.card import Probabilities
 from serve.runtime.errors import UserError, one_line
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from optimize.store.history import Epoch, History, Point, Times
+from optimize.store.training_history import Epoch, History, Point, Times
 
 #: Puts a module's parts into modes of their own, given the epoch's number, from 0, and whether it is trained now.
 SetMode = Callable[[nn.Module, int, bool], None]

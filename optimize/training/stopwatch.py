@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from optimize.store.history import Times
+from optimize.store.training_history import Times
 
 Part = Literal["data", "compute", "communication", "judgement", "checkpoints"]
 

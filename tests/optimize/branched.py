@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optimize.models.checkpoint import Checkpoint
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from optimize.store.objects import Store

@@ -9,8 +9,8 @@ import pytest
 from optimize.context import Context
 from optimize.data.formats.base import open_data
 from optimize.data.records import ImageData
-from optimize.measure import pool
-from optimize.models.resolve import resolve_model
+from optimize.measure import process_pool
+from optimize.models.model_names import resolve_model
 from optimize.passes.base import find_pass
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
@@ -27,7 +27,7 @@ SHORT = TrainingConfig(epochs=3, batch_size=32, learning_rate=0.1, augment=False
 def lock_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test reads its times: it need not wait for whoever measures on this machine, nor make them wait."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "LOCK_FILE", tmp_path_factory.getbasetemp() / "measuring.lock")
+        patch.setattr(process_pool, "LOCK_FILE", tmp_path_factory.getbasetemp() / "measuring.lock")
         yield
 
 

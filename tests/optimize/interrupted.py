@@ -27,7 +27,7 @@ from optimize.data.formats.base import open_data
 from optimize.data.records import ImageData
 from optimize.data.splits import subset
 from optimize.listener import Silent
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.models.teacher import Teacher
 from optimize.passes import qat
 from optimize.passes.qat import Qat

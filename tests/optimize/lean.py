@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from optimize.cli import main
-from optimize.measure import pool
+from optimize.measure import process_pool
 from tests.optimize.runs_fixtures import references
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch, references(graphs=False):
-        patch.setattr(pool, "LOCK_FILE", Path(folder) / "lock")
+        patch.setattr(process_pool, "LOCK_FILE", Path(folder) / "lock")
         main()

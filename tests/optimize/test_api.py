@@ -29,7 +29,7 @@ from optimize.data.pixels import decoded
 from optimize.data.records import ImageData, Split
 from optimize.measure.figures import Difference
 from optimize.measure.rows import Recommendation, Reference, Row, Skip
-from optimize.precision.records import Budget, Figure, Found, Layer, Sensitivity
+from optimize.precision.precision_records import Budget, Figure, Found, Layer, Sensitivity
 from optimize.report.columns import COLUMNS
 from serve.archive.archive_file import check_archive
 from serve.common.config import Config

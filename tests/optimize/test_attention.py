@@ -19,7 +19,7 @@ from optimize.measure.statistics import sqnr_db
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
-from optimize.precision.layers import layers_of
+from optimize.precision.quantizable_layers import layers_of
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import check_choices, resolve
 from optimize.quantization.convert import prepare, trace_calls

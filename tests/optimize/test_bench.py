@@ -19,7 +19,7 @@ from PIL import Image
 
 from optimize.context import Context
 from optimize.data.records import ImageData, Split
-from optimize.measure import pool, processes
+from optimize.measure import process_pool, processes
 from optimize.measure.accuracy import answer
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable
 from optimize.measure.machine import measured_devices
@@ -27,7 +27,7 @@ from optimize.measure.references import references_on
 from optimize.measure.timing import Timing
 from optimize.measure.worker import Child
 from optimize.models.checkpoint import Checkpoint
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx import Onnx
 from optimize.run.float_references import graph_of
@@ -116,7 +116,7 @@ def top1_of(store: Store, context: Context, artifact: Artifact) -> float:
 def test_what_is_open_already_is_timed_by_one_run_at_a_time(
     tmp_path: Path, store: Store, trained: Artifact, digits_context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "LOCK_FILE", tmp_path / "lock")
+    monkeypatch.setattr(process_pool, "LOCK_FILE", tmp_path / "lock")
     other = OtherRun(tmp_path / "lock")
     with Bench(store, dataclasses.replace(digits_context, listener=other), QUICK) as bench:
         (candidate,) = bench.candidates(trained)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from optimize.models.built import architecture_of, built_digest
+from optimize.models.built_network import architecture_of, built_digest
 from optimize.models.checkpoint import Checkpoint
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.models.source import ModelSource
 from optimize.run.session import Session, Step
 from optimize.store.objects import Store

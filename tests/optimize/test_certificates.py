@@ -17,17 +17,17 @@ from torch import nn
 from typer.testing import CliRunner
 
 from optimize import cli
-from optimize.certify.program import ReferenceLayers
-from optimize.certify.records import Engine, LayerParity, Unable
+from optimize.certify.layer_findings import Engine, LayerParity, Unable
+from optimize.certify.reference_program import ReferenceLayers
 from optimize.data.formats.base import open_data
 from optimize.data.splits import subset
 from optimize.measure.accuracy import Answers
+from optimize.measure.answer_parity import agreement
 from optimize.measure.bench import Bench, Candidate, Kept
-from optimize.measure.certificate import agreement
 from optimize.measure.rows import Skip
 from optimize.passes.ptq import PTQ, Ptq
-from optimize.report.certified import print_engines
-from optimize.report.parities import explained, parity_lines
+from optimize.report.certification_table import print_engines
+from optimize.report.parity_text import explained, parity_lines
 from optimize.run.certification import parity_certificates
 from optimize.run.certification.on_demand import certify_layers
 from optimize.run.certification.parity_certificates import certify as certified_by

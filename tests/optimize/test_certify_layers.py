@@ -18,11 +18,11 @@ from onnx import numpy_helper
 from onnx.utils import Extractor
 from torch import nn
 
-from optimize.certify import layers
-from optimize.certify.layers import check_layers, in_process
-from optimize.certify.packed import PackedLayers
-from optimize.certify.program import Batch, Layer, ReferenceLayers
-from optimize.certify.records import Cause, Engine, LayerParity
+from optimize.certify import layer_certification
+from optimize.certify.layer_certification import check_layers, in_process
+from optimize.certify.layer_findings import Cause, Engine, LayerParity
+from optimize.certify.packed_program import PackedLayers
+from optimize.certify.reference_program import Batch, Layer, ReferenceLayers
 from optimize.export.onnx_graph.pixel_input import GraphInput
 from optimize.measure.processes import worker
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
@@ -280,7 +280,7 @@ def test_a_kernel_that_saturates_is_found_at_its_layer(tmp_path: Path, monkeypat
     made = quantized(Wide(), tmp_path, grey=(200, 256))
     assert made.checked(TORCH).sound
     monkeypatch.setattr(
-        layers, "use_int8_kernels", lambda: monkeypatch.setattr(torch.backends.quantized, "engine", "x86")
+        layer_certification, "use_int8_kernels", lambda: monkeypatch.setattr(torch.backends.quantized, "engine", "x86")
     )
     found = made.checked(TORCH)
     assert not found.sound
@@ -412,7 +412,7 @@ def test_a_tie_that_is_rounded_up_is_called_rounding(net: Made, monkeypatch: pyt
             return ()
 
     PROGRAM = ReferenceLayers(load_program(net.reference))  # noqa: N806
-    monkeypatch.setitem(layers._RUNNERS, "onnxruntime", lambda *_: RoundsUp())
+    monkeypatch.setitem(layer_certification._RUNNERS, "onnxruntime", lambda *_: RoundsUp())
     found = net.checked(ORT)
     assert found.sound
     assert found.first is not None
@@ -467,7 +467,7 @@ def test_behind_an_operator_of_torch_that_cannot_be_run_layers_are_listed(
 
 
 def test_a_layer_that_gives_another_shape_cannot_be_judged() -> None:
-    count = layers._Count()
+    count = layer_certification._Count()
     assert count.compare(torch.zeros(4, 2), torch.zeros(0, 2), lambda: Cause("kernel", "")) == (
         "it gives integers of the shape (0, 2) where (4, 2) is meant"
     )
@@ -477,7 +477,7 @@ def test_a_layer_whose_difference_cannot_be_explained_says_so() -> None:
     def refuse() -> Cause:
         raise NotImplementedError("no kernel of float64")
 
-    said = layers._Count().compare(torch.zeros(4, 2), torch.full((4, 2), 3.0), refuse)
+    said = layer_certification._Count().compare(torch.zeros(4, 2), torch.full((4, 2), 3.0), refuse)
     assert said is not None
     assert said.startswith("its integers differ by 3 at most")
     assert said.endswith("NotImplementedError: no kernel of float64")

@@ -17,7 +17,7 @@ from optimize.errors import PassError
 from optimize.pruning.groups import Grouping, group
 from optimize.pruning.propagation import channels_of
 from optimize.pruning.surgery import joined, remove, resized
-from optimize.pruning.widths import Costs
+from optimize.pruning.width_budget import Costs
 from optimize.tracing.trace import trace
 
 from .families import FAMILIES, build, side

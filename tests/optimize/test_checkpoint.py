@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
-from optimize.models.fitting import load_into
-from optimize.models.resolve import resolve_model, with_named_weights
+from optimize.models.model_names import resolve_model, with_named_weights
+from optimize.models.weight_matching import load_into
 from serve.runtime.errors import UserError
 from tests.narrow import layer
 

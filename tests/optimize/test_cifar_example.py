@@ -13,9 +13,9 @@ import torch
 from optimize.data.formats.base import open_data
 from optimize.data.loading import loader
 from optimize.models.checkpoint import read_checkpoint
-from optimize.models.fitting import load_into
+from optimize.models.model_names import resolve_model
 from optimize.models.preprocessing import choose_preprocessing
-from optimize.models.resolve import resolve_model
+from optimize.models.weight_matching import load_into
 from serve.runtime.images import image_preprocessing
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from optimize.data.formats.base import open_data
 from optimize.data.from_python import image_data
 from optimize.data.records import ImageData, Split
 from optimize.listener import Silent
-from optimize.measure.class_order import misplaced
+from optimize.measure.class_order_check import misplaced
 from optimize.models.checkpoint import read_checkpoint
 from optimize.models.preprocessing_config import PreprocessingConfig, Wish
 from optimize.models.stated_classes import stated_classes

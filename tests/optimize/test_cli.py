@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from optimize import cli, noise
-from optimize.report.runs import faults_of
-from optimize.report.terminal import Display
+from optimize.report.finished_runs import faults_of
+from optimize.report.progress_display import Display
 from serve.runs.sealed_files import seal
 from serve.runtime.errors import PipelineError
 from tests.processor import BF16

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import optimize as opt
 from optimize import cli
-from optimize.measure import pool
+from optimize.measure import process_pool
 from optimize.measure.rows import Results, Row
 from optimize.measure.statistics import paired_difference
 from optimize.run.recommendation.rule import Recommend
@@ -140,7 +140,7 @@ def test_runs_are_compared_while_no_other_run_measures(
             if name == "speed":  # all are open by now
                 self.measure()
 
-    monkeypatch.setattr(pool, "LOCK_FILE", tmp_path / "lock")
+    monkeypatch.setattr(process_pool, "LOCK_FILE", tmp_path / "lock")
     other = Beginning(tmp_path / "lock")
     names = ("tiny/baseline", "other/fuse")
     compare_runs(two_runs, names, timing=QUICK, rule=Recommend(), devices=("cpu",), listener=other)

@@ -16,15 +16,15 @@ from PIL import Image
 
 from optimize.data import pixels as data_module
 from optimize.data.augment import augment
-from optimize.data.draws import Draws
 from optimize.data.formats.base import open_data
 from optimize.data.loading import loader
 from optimize.data.pixels import decoded
+from optimize.data.random_draws import Draws
 from optimize.data.records import ImageData, Split
 from optimize.data.sources import Files, Selected, select
 from optimize.data.splits import hold_out, subset
+from optimize.models.model_names import resolve_model
 from optimize.models.preprocessing import choose_preprocessing
-from optimize.models.resolve import resolve_model
 from optimize.models.source import ModelSource
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from optimize.data import fingerprint, listing
-from optimize.data import index as kept
+from optimize.data import fingerprint, folder_listing
+from optimize.data import folder_index as kept
 from optimize.data.formats.base import open_data
 from optimize.data.formats.torchvision import SETS, open_torchvision
 from optimize.data.records import Split
@@ -438,7 +438,9 @@ def indexed(folder, large, monkeypatch):
     """A folder with an index; ``listings`` counts how often it was listed anew."""
     monkeypatch.setattr(kept, "_SETTLED_NS", 0)
     listings: list[Path] = []
-    monkeypatch.setattr(listing, "list_classes", noting(listings, listing.list_classes, lambda root, *_, told: root))
+    monkeypatch.setattr(
+        folder_listing, "list_classes", noting(listings, folder_listing.list_classes, lambda root, *_, told: root)
+    )
     open_data(f"imagefolder:{folder}")
     assert len(list((large / "indexes").iterdir())) == len(listings) == 1
     return folder, listings

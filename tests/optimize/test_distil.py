@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from optimize.context import Context
-from optimize.data.draws import Draws
+from optimize.data.random_draws import Draws
 from optimize.data.records import Split
 from optimize.listener import Silent
 from optimize.models.teacher import Teacher

@@ -16,7 +16,7 @@ from optimize.errors import NotApplicableError
 from optimize.passes.equalize import EQUALIZE, Equalize, _bounded
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.recovery.equalization import equalize, pairs
-from optimize.store.effects import read_effects
+from optimize.store.layer_effects import read_effects
 from optimize.tracing.folding import fuse_module
 from optimize.tracing.trace import trace
 from tests.narrow import layer

@@ -15,7 +15,7 @@ from torch.ao.quantization.observer import MinMaxObserver
 
 import optimize as opt
 from optimize.arguments import step_name, step_names
-from optimize.models.module import module_source
+from optimize.models.module_source import module_source
 from optimize.report.comparison import Comparison
 from optimize.run.session import Session
 from optimize.store.artifact import Product

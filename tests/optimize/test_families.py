@@ -25,7 +25,7 @@ from optimize.data.loading import loader
 from optimize.data.pixels import decoded
 from optimize.data.records import ImageData
 from optimize.data.splits import subset
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.quantization.calibration import calibrate

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
-from optimize.models.fitting import load_into
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
+from optimize.models.weight_matching import load_into
 from optimize.run.job import Job
 from optimize.run.opened_job import open_job
 from serve.runtime.errors import UserError

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
-from optimize.models.fitting import load_into
-from optimize.models.module import module_source
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
+from optimize.models.module_source import module_source
+from optimize.models.weight_matching import load_into
 from serve.runtime.errors import UserError
 from tests.narrow import layer
 

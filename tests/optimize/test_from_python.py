@@ -23,12 +23,12 @@ from torchvision.transforms.v2 import functional as transforms
 
 from optimize.data import from_python
 from optimize.data.from_python import image_data
-from optimize.data.items import Data
 from optimize.data.pixels import decoded, load
+from optimize.data.program_items import Data
 from optimize.data.sources import Pixels, Records
+from optimize.models.model_names import resolve_model
 from optimize.models.preprocessing import choose_preprocessing
 from optimize.models.preprocessing_config import PreprocessingConfig, Wish
-from optimize.models.resolve import resolve_model
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError
 from serve.runtime.images import image_preprocessing

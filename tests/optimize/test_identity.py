@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from optimize.data.formats.base import open_data
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.run.identity import Identity, refuse_replacing, write_identity
 from serve.runtime.errors import UserError
 

@@ -11,7 +11,7 @@ from torch.ao.nn.quantized import Conv2d as PackedConv2d
 from torch.nn import functional
 
 from optimize.context import Context
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq

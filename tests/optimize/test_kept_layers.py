@@ -12,7 +12,7 @@ import torch
 
 from optimize.export.onnx_graph.float_layers import keep_in_float
 from optimize.lint.base import lint
-from optimize.lint.files import read_graph
+from optimize.lint.untrusted_files import read_graph
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.store.artifact import REFERENCE_FILE

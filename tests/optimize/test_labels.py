@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.transforms import Bbox
 
 from optimize.report.drawing import PAGE, canvas
-from optimize.report.labels import Label, place_labels
+from optimize.report.label_placement import Label, place_labels
 
 NAMES = ("baseline, 45.0 MB", "★ onnx-int8, 11.3 MB", "fuse, 44.8 MB", "ptq, 11.3 MB (slower)", "half, 22.4 MB")
 

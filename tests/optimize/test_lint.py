@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from optimize.cli import app
 from optimize.lint.base import TARGETS, LintTarget, lint, rules
-from optimize.lint.files import read_graph
 from optimize.lint.graph import Graph
+from optimize.lint.untrusted_files import read_graph
 from serve.runtime.errors import UserError
 
 

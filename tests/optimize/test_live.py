@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from optimize.models.live import module_digest
+from optimize.models.live_objects import module_digest
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

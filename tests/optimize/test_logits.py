@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 import optimize as opt
-from optimize.models.by_value import pickled_by_value
 from optimize.models.logits import ending_of, giving_logits, materialised, with_one_tensor
+from optimize.models.pickling import pickled_by_value
 from optimize.tracing.trace import trace
 from optimize.training.objective import label_loss, soft_loss
 from serve.runtime.card.card import Card, Preprocessing, read_card

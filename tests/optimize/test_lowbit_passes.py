@@ -26,7 +26,7 @@ from optimize.quantization.rewrites.batch_norms import turn_signs
 from optimize.run.certification.parity_certificates import reference_origin
 from optimize.run.saved_artifacts import take
 from optimize.store.artifact import Artifact
-from optimize.store.effects import read_effects
+from optimize.store.layer_effects import read_effects
 from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import open_engine
 from serve.runtime.errors import PipelineError, UserError

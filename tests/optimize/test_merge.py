@@ -19,7 +19,7 @@ from optimize.passes.merge import MERGE, Merge, merge_module, peaked
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.run.saved_artifacts import take
-from optimize.store.effects import read_effects
+from optimize.store.layer_effects import read_effects
 from optimize.tracing.branches import merge_blocks
 from optimize.tracing.folding import fuse_module
 from optimize.tracing.trace import trace

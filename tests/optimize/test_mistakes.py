@@ -18,7 +18,7 @@ import optimize
 from optimize import cli
 from optimize.run.job import Job
 from optimize.run.opened_job import open_job
-from optimize.store.files import check_writable
+from optimize.store.atomic_files import check_writable
 from serve.runtime.errors import UserError
 
 from .runs_fixtures import TINY

@@ -11,9 +11,9 @@ import torch
 import torchvision
 from torch import nn
 
-from optimize.models import neighbours
-from optimize.models.neighbours import version_of
-from optimize.models.resolve import resolve_model
+from optimize.models import neighbour_modules
+from optimize.models.model_names import resolve_model
+from optimize.models.neighbour_modules import version_of
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError
 
@@ -161,7 +161,7 @@ def test_another_version_of_what_it_imports_is_another_fingerprint(write, monkey
     plain, imaging = write(LINEAR) + ":net", "import PIL.Image\n" + LINEAR
     before = resolve_model(plain).fingerprint
     again = resolve_model(write(imaging) + ":net").fingerprint
-    monkeypatch.setattr(neighbours, "version_of", lambda top: {"PIL": "99.0"}.get(top, version_of(top)))
+    monkeypatch.setattr(neighbour_modules, "version_of", lambda top: {"PIL": "99.0"}.get(top, version_of(top)))
     assert resolve_model(write(LINEAR) + ":net").fingerprint == before
     assert resolve_model(write(imaging) + ":net").fingerprint != again
 

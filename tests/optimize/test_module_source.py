@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from optimize.data.records import ImageData, Split
-from optimize.models.fitting import load_into
-from optimize.models.module import module_source
+from optimize.models.module_source import module_source
 from optimize.models.preprocessing import choose_preprocessing
+from optimize.models.weight_matching import load_into
 from optimize.run.session import Session
 from optimize.store.objects import Store
 from serve.runtime.card.card import Preprocessing
@@ -146,7 +146,7 @@ class Net(nn.Module):
 OF_NOTEBOOKS = """
 import json, os, sys
 from torch import nn
-from optimize.models.module import module_source
+from optimize.models.module_source import module_source
 module_source(nn.Linear(2, 2))  # which imports what it needs
 for text in json.loads(sys.argv[1]):
     if child := os.fork():  # a process for each, that need not import torch again

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from optimize.models.neighbours import of_file, of_module
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
+from optimize.models.neighbour_modules import of_file, of_module
 from optimize.models.source import ModelSource
 from serve.runtime.errors import UserError
 

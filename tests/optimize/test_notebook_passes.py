@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from optimize.models.module import module_source
+from optimize.models.module_source import module_source
 from optimize.passes.base import _REGISTRY, Pass, passes
 from optimize.run.session import Session
 from optimize.store.objects import Store

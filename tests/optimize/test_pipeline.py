@@ -26,12 +26,12 @@ from optimize.measure.bench import Bench, Candidate
 from optimize.measure.figures import Measured
 from optimize.measure.rows import Archive, ModelFile, Report, Row, Skip
 from optimize.passes import onnx as onnx_pass
-from optimize.report.runs import faults_of
+from optimize.report.finished_runs import faults_of
 from optimize.run.pipeline import Outcome
 from optimize.run.publishing import MEASUREMENTS_FILE
 from optimize.store.artifact import WEIGHTS_FILE
 from optimize.store.objects import Store, fault
-from optimize.store.pruning import prunable
+from optimize.store.store_pruning import prunable
 from serve.runtime.card.card import load_card
 from serve.runtime.card.known_answer import KNOWN_FILE, read_known
 from serve.runtime.errors import PipelineError, UserError

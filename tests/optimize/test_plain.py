@@ -18,7 +18,7 @@ from torch.nn import functional
 from optimize.context import Context
 from optimize.export.onnx_graph.write import export_onnx, run_onnx
 from optimize.lint.base import lint
-from optimize.lint.files import read_graph
+from optimize.lint.untrusted_files import read_graph
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.quantization.gate import sqnr

@@ -17,9 +17,9 @@ from optimize import cli
 from optimize.data.records import ImageData, Split
 from optimize.models import torchvision as torchvision_file
 from optimize.models.checkpoint import Checkpoint
+from optimize.models.model_names import resolve_model, with_checkpoint, with_named_weights
 from optimize.models.preprocessing import choose_preprocessing
 from optimize.models.preprocessing_config import PreprocessingConfig, Wish, parse_preprocessing
-from optimize.models.resolve import resolve_model, with_checkpoint, with_named_weights
 from optimize.run.job import Job
 from optimize.run.opened_job import open_job
 from optimize.run.recipe import load_recipe
@@ -38,7 +38,7 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 def cached_weights(monkeypatch, tmp_path):
     """torchvision's files lie in the cache, as far as their names tell; none is read."""
     monkeypatch.setattr(torchvision_file, "download", lambda source, weights: tmp_path / "none.pth")
-    monkeypatch.setattr("optimize.models.resolve.read_checkpoint", lambda path: Checkpoint({}, "0" * 64))
+    monkeypatch.setattr("optimize.models.model_names.read_checkpoint", lambda path: Checkpoint({}, "0" * 64))
 
 
 # What torchvision's own documentation of each entry says of its inference transforms.

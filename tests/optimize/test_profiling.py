@@ -18,25 +18,25 @@ from typer.testing import CliRunner
 
 import optimize as opt
 from optimize import cli
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.passes.base import find_pass
-from optimize.profiling import peaks, process
+from optimize.profiling import peaks, profiling_process
 from optimize.profiling.base import readers
-from optimize.profiling.chart import profile_svg
-from optimize.profiling.files import layer_charts, write_page
-from optimize.profiling.graph import GraphLayers
-from optimize.profiling.names import float_layers
-from optimize.profiling.process import in_process
-from optimize.profiling.products import INPUT, activations, int8_product_graph
-from optimize.profiling.products import weights as product_weights
+from optimize.profiling.chrome_trace import chrome_trace
+from optimize.profiling.int8_products import INPUT, activations, int8_product_graph
+from optimize.profiling.int8_products import weights as product_weights
+from optimize.profiling.layer_matching import GraphLayers
+from optimize.profiling.layer_names import float_layers
+from optimize.profiling.profile_chart import profile_svg
+from optimize.profiling.profile_files import layer_charts, write_page
+from optimize.profiling.profile_records import Layer, Peak, Profile, Profiled
+from optimize.profiling.profile_table import HEADS, amount, caption, markdown, rows
 from optimize.profiling.profiling import float_program, profile_artifact
-from optimize.profiling.records import Layer, Peak, Profile, Profiled
-from optimize.profiling.table import HEADS, amount, caption, markdown, rows
+from optimize.profiling.profiling_process import in_process
 from optimize.profiling.tensorboard import write_graphs
-from optimize.profiling.trace import chrome_trace
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
-from optimize.store.files import write_json
+from optimize.store.atomic_files import write_json
 from optimize.store.objects import Store
 from serve.runtime.card.execution import Execution
 from serve.runtime.engines.openvino import compile_bytes
@@ -65,7 +65,7 @@ MACS = sum(macs for macs, *_ in TINY.values())
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The shortest measurement, in this process, whose threads stay as they were."""
-    monkeypatch.setattr(process, "_SECONDS", 0.01)
+    monkeypatch.setattr(profiling_process, "_SECONDS", 0.01)
     monkeypatch.setattr(peaks, "_SECONDS", 0.001)
     monkeypatch.setattr(peaks, "_SIDES", (32, 64))
     monkeypatch.setattr(peaks, "_COPIED", 1 << 16)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from optimize.report.terminal import Display
+from optimize.report.progress_display import Display
 from serve.common.progress import ProgressBar, TerminalSurface, duration, here, surface
 
 from .runs_fixtures import NO_GRAPHS, ONE_THREAD, UNCOMPILED

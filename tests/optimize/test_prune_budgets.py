@@ -20,10 +20,10 @@ from optimize.measure.machine import machine
 from optimize.measure.statistics import RatioInterval
 from optimize.passes.prune_channels import PRUNE_CHANNELS, PruneChannels
 from optimize.pruning.groups import group
-from optimize.pruning.latency import Latency, Race
+from optimize.pruning.latency_budget import Latency, Race
 from optimize.pruning.propagation import channels_of
 from optimize.pruning.regularised import GroupLasso, ScaleL1, Sparsifying, parts_of, sparsify
-from optimize.pruning.widths import Rounding, removed, widths
+from optimize.pruning.width_budget import Rounding, removed, widths
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from optimize.tracing.folding import fuse_module

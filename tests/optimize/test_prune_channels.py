@@ -25,11 +25,11 @@ from optimize.passes.prune_channels import PRUNE_CHANNELS, PruneChannels
 from optimize.pruning.criteria import Criterion, first_order, scores
 from optimize.pruning.groups import Group, group
 from optimize.pruning.propagation import channels_of
-from optimize.pruning.widths import Costs, Rounding, widths
+from optimize.pruning.width_budget import Costs, Rounding, widths
 from optimize.run.saved_artifacts import take
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
-from optimize.store.effects import read_effects
+from optimize.store.layer_effects import read_effects
 from optimize.store.objects import Store
 from optimize.tracing.trace import trace
 from serve.runtime.errors import UserError

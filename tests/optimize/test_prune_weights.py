@@ -19,12 +19,12 @@ from optimize.passes.prune_nm import PRUNE_NM, PruneNm
 from optimize.passes.qat import Qat
 from optimize.passes.qat_lowbit import QatLowbit
 from optimize.pruning.masks import ZEROS, n_of_m, smallest
-from optimize.pruning.simulated import SIMULATED
+from optimize.pruning.simulated_zeros import SIMULATED
 from optimize.store.artifact import Artifact
-from optimize.store.effects import read_effects
+from optimize.store.layer_effects import read_effects
 from optimize.training.config import TrainingConfig
+from optimize.training.kept_zeros import Zeros
 from optimize.training.loop import train
-from optimize.training.zeros import Zeros
 from serve.runtime.errors import UserError
 
 from .workbench import noise_context, packed_in_torchscript, parent_of, run

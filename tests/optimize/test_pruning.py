@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 
 from optimize import cli
 from optimize.models.checkpoint import Checkpoint
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.passes.fuse import Fuse
 from optimize.run.session import Session
-from optimize.store.files import write_json
+from optimize.store.atomic_files import write_json
 from optimize.store.keys import make_key
 from optimize.store.locks import Hold, unshared
 from optimize.store.objects import Store
-from optimize.store.pruning import Prunable, prunable, prune
+from optimize.store.store_pruning import Prunable, prunable, prune
 from serve.runtime.errors import UserError
 from serve.torchserve.process_identity import Identity
 from serve.torchserve.state import RunningServer, ServedModel, state_folder

@@ -20,7 +20,7 @@ from torch import fx, nn
 from optimize.errors import PassError
 from optimize.export.onnx_graph.write import export_onnx
 from optimize.lint.base import lint
-from optimize.lint.files import read_graph
+from optimize.lint.untrusted_files import read_graph
 from optimize.passes import onnx_int8
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq

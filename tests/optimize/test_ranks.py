@@ -10,10 +10,10 @@ import torch
 from torch import fx, nn
 
 from optimize.context import Context
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.passes.ptq import PTQ, Ptq
-from optimize.precision import layers
-from optimize.precision.layers import ranks
+from optimize.precision import quantizable_layers
+from optimize.precision.quantizable_layers import ranks
 from optimize.quantization import observer_trials
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import resolve
@@ -113,7 +113,7 @@ def test_a_layer_alone_has_the_others_as_they_are_even_where_weights_are_cut_to_
         assert [other for other, weight in weights(alone).items() if not torch.equal(weight, own[other])] == [name]
     used: list[torch.Tensor] = []
     noted = noting(used, each_alone, lambda prepared, plain: weights(plain)["head"])
-    monkeypatch.setattr(layers, "each_alone", noted)
+    monkeypatch.setattr(quantizable_layers, "each_alone", noted)
     ranked(module, config, tmp_path)
     assert torch.equal(used[0], own["head"]), "nor is the order of such"
 
@@ -160,7 +160,7 @@ def test_ptq_and_the_order_watch_one_network(tmp_path: Path, monkeypatch: pytest
     asked: list[Ptq] = []
     noted = noting(asked, observing, lambda module, config, *_: config)
     monkeypatch.setattr("optimize.passes.ptq.observing", noted)
-    monkeypatch.setattr(layers, "observing", noted)
+    monkeypatch.setattr(quantizable_layers, "observing", noted)
     config = Ptq(images=16, observer="minmax", min_sqnr=-99.0, min_agreement=0.0)
     session = opened(tmp_path)
     parent = parent_of(network(), session.context, tmp_path / "parent")
@@ -179,7 +179,7 @@ def test_where_the_machines_integers_are_others_the_order_is_found_anew(
     for name, most in (("x86", 127), ("x86-vnni", 255)):
         target = Target(name, activation_max=most)
         monkeypatch.setattr("optimize.quantization.targets.x86_target", lambda target=target: target)
-        monkeypatch.setattr(layers, "x86_target", lambda target=target: target)
+        monkeypatch.setattr(quantizable_layers, "x86_target", lambda target=target: target)
         found.add(ranks(session, parent, Ptq(images=16, observer="minmax"))[1])
     assert len(found) == 2
 

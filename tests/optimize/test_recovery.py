@@ -17,7 +17,7 @@ from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.reestimate import REESTIMATE, Reestimate
 from optimize.quantization.ranges import weight_observer
 from optimize.quantization.recovery.adaround import Rounding, learn_rounding
-from optimize.store.effects import read_effects
+from optimize.store.layer_effects import read_effects
 from serve.runtime.errors import UserError
 from serve.runtime.model_files.program_file import load_program
 from tests.narrow import layer

@@ -20,18 +20,18 @@ from optimize.measure.figures import Difference
 from optimize.measure.latency import Speed, level
 from optimize.measure.rows import Reference, Report, Results, Row
 from optimize.measure.statistics import paired_interval
-from optimize.report.charts import stored_charts
 from optimize.report.columns import COLUMNS, Cell, Column
-from optimize.report.lines import Line, lines
+from optimize.report.number_format import times
 from optimize.report.page import fragment, plot, write_html
 from optimize.report.plots import marks, pareto_front
-from optimize.report.sentences import method, verdict
+from optimize.report.report_text import method, verdict
+from optimize.report.stored_charts import stored_charts
 from optimize.report.table import print_table, table
-from optimize.report.words import times
+from optimize.report.table_rows import Line, lines
 from optimize.run.recommendation.rule import Recommend
 from optimize.run.recommendation.selection import recommend
-from optimize.store.effects import Effect
-from optimize.store.files import write_json
+from optimize.store.atomic_files import write_json
+from optimize.store.layer_effects import Effect
 from optimize.store.objects import Store
 
 from .candidates import Case

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from optimize.data.loading import loader
 from optimize.listener import Silent
 from optimize.store.objects import Store
-from optimize.store.pruning import prunable, prune
+from optimize.store.store_pruning import prunable, prune
 from optimize.training.checkpoints import Checkpoints, fingerprint
 from optimize.training.loop import train
 

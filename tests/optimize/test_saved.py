@@ -12,7 +12,7 @@ import torch
 
 import optimize as opt
 from optimize.models.checkpoint import Checkpoint
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.passes.dynamic import Dynamic
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx_int8 import OnnxInt8

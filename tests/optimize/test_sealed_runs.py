@@ -15,11 +15,11 @@ from typer.testing import CliRunner, Result
 import serve.cli
 from optimize import cli
 from optimize.measure.rows import Report
-from optimize.profiling.files import write_page
-from optimize.report.runs import faults_of, report_of
+from optimize.profiling.profile_files import write_page
+from optimize.report.finished_runs import faults_of, report_of
 from optimize.store.keys import make_key
 from optimize.store.objects import Store
-from optimize.store.pruning import prunable, prune
+from optimize.store.store_pruning import prunable, prune
 from serve.runtime.card.card import sha256_file
 from serve.runtime.card.execution import Execution
 from serve.runtime.card.serving import Serving

@@ -27,19 +27,19 @@ from optimize.measure.latency import Speed
 from optimize.measure.processes import Worker
 from optimize.measure.rows import Judgement, ModelFile, Pair, Row, Skip
 from optimize.models.checkpoint import read_checkpoint
+from optimize.models.model_names import resolve_model
 from optimize.models.preprocessing_config import Wish
-from optimize.models.resolve import resolve_model
 from optimize.passes.onnx import Onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.precision import search as searching
-from optimize.precision.command import to_pack
-from optimize.precision.files import write_search
-from optimize.precision.layers import layers_of, ranks
-from optimize.precision.records import Budget, Figure, Found, Trial
+from optimize.precision.precision_records import Budget, Figure, Found, Trial
+from optimize.precision.precision_table import print_search
+from optimize.precision.quantizable_layers import layers_of, ranks
 from optimize.precision.search import Search, choose, search
+from optimize.precision.search_explanation import Choice, why
+from optimize.precision.search_files import write_search
+from optimize.precision.search_job import to_pack
 from optimize.precision.sensitivity import sensitivity
-from optimize.precision.sentences import Choice, why
-from optimize.precision.table import print_search
 from optimize.precision.trials import Bed, choose_execution, named
 from optimize.run import pipeline
 from optimize.run.image_halves import Halves, halves
@@ -370,7 +370,7 @@ def test_a_search_that_was_killed_goes_on_where_it_was(bench, checkpoint, tmp_pa
         *("--device", "cpu", "--measure", "cpu", "--json"),
     ]
     # It need not wait for whoever measures on this machine, as these tests do not.
-    unheld = f"from optimize.measure import pool; pool.LOCK_FILE = {str(tmp_path / 'measuring.lock')!r}"
+    unheld = f"from optimize.measure import process_pool; process_pool.LOCK_FILE = {str(tmp_path / 'measuring.lock')!r}"
     first = programs.start("-c", f"{UNCOMPILED}; {unheld}; cli.main()", *words)
     for line in first.stderr:
         if "+ trial 2" in line:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimize.precision.methods import METHODS, Method, given_back, greedy, halving
+from optimize.precision.search_methods import METHODS, Method, given_back, greedy, halving
 
 
 class Oracle:

@@ -15,15 +15,15 @@ from optimize.listener import SILENT
 from optimize.measure.figures import Difference
 from optimize.measure.rows import Skip
 from optimize.measure.timing import Timing
-from optimize.precision.chart import sensitivity_svg
-from optimize.precision.layers import layers_of
-from optimize.precision.records import Figure, Layer, Sensitivity
+from optimize.precision.precision_records import Figure, Layer, Sensitivity
+from optimize.precision.precision_table import sensitivity_markdown, sensitivity_rows
+from optimize.precision.quantizable_layers import layers_of
 from optimize.precision.sensitivity import subject
-from optimize.precision.table import sensitivity_markdown, sensitivity_rows
+from optimize.precision.sensitivity_chart import sensitivity_svg
 from optimize.run.finished_run import artifact_of, reopen_run
 from optimize.run.job import Job
 from optimize.store.objects import Store
-from optimize.store.pruning import prunable
+from optimize.store.store_pruning import prunable
 from serve.runs.sealed_files import seal
 from serve.runtime.card.execution import Execution
 from serve.runtime.errors import UserError
@@ -133,7 +133,7 @@ def test_both_commands_take_the_option_that_the_refusal_of_an_unreadable_image_n
         raise UserError("enough")
 
     monkeypatch.setattr("optimize.run.finished_run.reopen_run", reopened)
-    monkeypatch.setattr("optimize.precision.command.search_job", searched)
+    monkeypatch.setattr("optimize.precision.search_job.search_job", searched)
     for words in (["sensitivity", "tiny"], ["search", "resnet18"]):
         for more in ([], ["--skip-unreadable"]):
             assert CliRunner().invoke(cli.app, [*words, *more]).exit_code == 2

@@ -12,7 +12,7 @@ import torch
 from optimize.context import Context
 from optimize.errors import NotApplicableError, PassError
 from optimize.models.checkpoint import Checkpoint
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.passes import fuse as fuse_file
 from optimize.passes.base import Pass, find_pass, pass_of, passes
 from optimize.passes.dynamic import Dynamic

@@ -148,7 +148,7 @@ def test_the_modules_of_the_makers_are_found_from_the_makers() -> None:
 def test_reading_what_a_module_imports_imports_none_of_it() -> None:
     code = (
         "import sys; from optimize.store.sources import closure, source_digest;"
-        "assert 'optimize.report.plots' in closure('optimize.report.charts') and source_digest('optimize.api');"
+        "assert 'optimize.report.plots' in closure('optimize.report.stored_charts') and source_digest('optimize.api');"
         "print(sorted({'torch', 'matplotlib', 'onnx', 'openvino', 'optimize.report'} & {*sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)

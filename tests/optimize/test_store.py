@@ -19,7 +19,7 @@ import pytest
 from optimize.errors import NotApplicableError
 from optimize.store import hashes as hashes_module
 from optimize.store import objects as store_module
-from optimize.store.files import write_atomically, write_json
+from optimize.store.atomic_files import write_atomically, write_json
 from optimize.store.keys import make_key
 from optimize.store.objects import Store, StoredObject, fault
 from serve.runtime.card.card import sha256_file

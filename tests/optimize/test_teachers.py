@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from optimize.models.checkpoint import Checkpoint
-from optimize.models.resolve import resolve_model
+from optimize.models.model_names import resolve_model
 from optimize.models.teacher import Served
 from optimize.passes.dynamic import Dynamic
 from optimize.passes.fuse import Fuse

@@ -12,9 +12,9 @@ from torch import nn
 
 from optimize.data.records import ImageData, Split
 from optimize.models.checkpoint import read_checkpoint
-from optimize.models.fitting import load_into
+from optimize.models.model_names import resolve_model, with_named_weights
 from optimize.models.preprocessing import choose_preprocessing
-from optimize.models.resolve import resolve_model, with_named_weights
+from optimize.models.weight_matching import load_into
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError
 from tests.narrow import layer

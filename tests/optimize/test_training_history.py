@@ -18,10 +18,10 @@ from optimize.run.job import Job
 from optimize.run.opened_job import open_job
 from optimize.run.session import Session
 from optimize.store.artifact import PRODUCT_FILE, read_product
-from optimize.store.history import PARTS, Epoch, History, Point, Times
+from optimize.store.training_history import PARTS, Epoch, History, Point, Times
 from optimize.training import loop as training
-from optimize.training.events import write_histories
 from optimize.training.loop import train
+from optimize.training.tensorboard_events import write_histories
 from serve.runtime.errors import UserError
 from serve.runtime.images.image_preprocessing import normalise
 

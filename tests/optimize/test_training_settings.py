@@ -15,7 +15,7 @@ from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 from torch.ao.quantization.observer import MovingAverageMinMaxObserver
 
 from optimize.context import Context
-from optimize.data.draws import Draws
+from optimize.data.random_draws import Draws
 from optimize.data.transforms import transform
 from optimize.listener import Silent
 from optimize.passes import qat_lowbit

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from optimize.listener import Silent
-from optimize.measure import pool, processes
-from optimize.measure.pool import Pool
+from optimize.measure import process_pool, processes
+from optimize.measure.key_inputs import timing_here
+from optimize.measure.process_pool import Pool
 from optimize.measure.processes import Worker, environment, template, worker
 from optimize.measure.references import open_reference, pickled
-from optimize.measure.surroundings import timing_here
 from optimize.measure.timing import Timing
 from serve.runtime.card.card import Preprocessing, load_card
 from serve.runtime.card.execution import ENVIRONMENT, STARTED_WITH, Execution
@@ -127,7 +127,7 @@ def test_training_writes_into_the_environment_and_keys_stay() -> None:
     program = """
         import os
         import optimize
-        from optimize.measure.surroundings import timing_here
+        from optimize.measure.key_inputs import timing_here
         from serve.runtime.card.execution import Execution
         before = timing_here(Execution("exported"))
         import torch
@@ -409,7 +409,7 @@ def test_two_runs_do_not_time_at_once_and_the_second_says_that_it_waits(tmp_path
 
 
 def test_the_lock_is_one_for_all_whatever_their_folder_for_temporary_files_is(tmp_path: Path) -> None:
-    program = "from optimize.measure.pool import LOCK_FILE; print(LOCK_FILE)"
+    program = "from optimize.measure.process_pool import LOCK_FILE; print(LOCK_FILE)"
     asked = [
         subprocess.Popen(
             [sys.executable, "-c", program], env=os.environ | {"TMPDIR": str(folder)}, stdout=subprocess.PIPE, text=True
@@ -469,7 +469,7 @@ def test_opening_is_timed_and_so_waits_for_the_lock(folders: dict[str, Path], tm
 def test_a_process_too_many_is_refused_with_the_figures(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "_MOST_MEMORY", 1e-9)
+    monkeypatch.setattr(process_pool, "_MOST_MEMORY", 1e-9)
     with Pool((1,), 8) as opened:
         opened.load("first", folders["onnx"], Execution("onnxruntime"))  # one there must be
         with pytest.raises(EngineError, match=r"takes 0\.\d GB and the 1 others 0\.\d, more than"):

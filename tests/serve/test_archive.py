@@ -18,7 +18,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from optimize.measure.wanted import wanted_executions
+from optimize.measure.chosen_executions import wanted_executions
 from optimize.store.sources import closure
 from serve.archive.archive_file import MANIFEST_FILE, check_archive, serving_in
 from serve.common.options import ServingOptions

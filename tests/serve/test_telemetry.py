@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from optimize.data.folders import cache_folder
+from optimize.data.cache_folders import cache_folder
 from serve.common.layout import expanded
 from serve.runtime.errors import UserError
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from optimize.data.index import Index
-    from optimize.data.listing import Listing
+    from optimize.data.folder_index import Index
+    from optimize.data.folder_listing import Listing
     from optimize.data.records import ImageData
     from optimize.listener import Listener
 
@@ -36,7 +36,7 @@ _BESIDE = ("set", "data", "dataset", "images", "image", "imgs", "img", "seg", "s
 def _open(place: str, seed: int, listener: Listener) -> ImageData:
     import torch
 
-    from optimize.data import index
+    from optimize.data import folder_index
     from optimize.data.records import ImageData, Split
     from optimize.data.sources import select
 
@@ -45,13 +45,13 @@ def _open(place: str, seed: int, listener: Listener) -> ImageData:
         raise UserError(f"{root}: there is no such folder")
     if not root.is_dir():
         raise UserError(f"{root}: is not a folder; imagefolder:DIR needs one folder a class")
-    kept = index.place(root, seed)
-    found = index.read(kept, root)
+    kept = folder_index.place(root, seed)
+    found = folder_index.read(kept, root)
     if found is None:
         found = _read(root, seed, listener)
         # A small one is read whole each time, so that nothing about it need be believed.
         if "sample" in (found.train_fingerprint.kind, found.val_fingerprint.kind):
-            index.write(found, kept)
+            folder_index.write(found, kept)
     train, val = (
         Split(select(found.files, rows), torch.from_numpy(found.labels[rows]).long(), fingerprint)
         for rows, fingerprint in ((found.train, found.train_fingerprint), (found.val, found.val_fingerprint))
@@ -71,8 +71,8 @@ def _read(root: Path, seed: int, listener: Listener) -> Index:
     import torch
 
     from optimize.data.fingerprint import Fingerprint, fingerprint
-    from optimize.data.index import Index
-    from optimize.data.listing import folders_in, list_classes
+    from optimize.data.folder_index import Index
+    from optimize.data.folder_listing import folders_in, list_classes
     from optimize.data.pixels import native_size
     from optimize.data.records import Split
     from optimize.data.sources import select
@@ -119,7 +119,7 @@ def _splits(root: Path, folders: Sequence[Path]) -> tuple[tuple[Path, Path] | No
     Raises:
         UserError: there are folders of splits, and not one to train and one to measure with.
     """
-    from optimize.data.listing import folders_in
+    from optimize.data.folder_listing import folders_in
 
     inside = {folder: [entry.name for entry in folders_in(folder)] for folder in folders}
     # A class may be called "train": it is a split only if it holds folders itself.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optimize.data.folders import cache_folder
+from optimize.data.cache_folders import cache_folder
 from optimize.data.formats.base import DataFormat, register
 from serve.runtime.errors import UserError
 

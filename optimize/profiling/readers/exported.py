@@ -9,7 +9,7 @@ from torch import fx
 
 from optimize.export.macs import program_work
 from optimize.profiling.base import Piece, Reader, Reading, Subject, register
-from optimize.profiling.names import layer_name
+from optimize.profiling.layer_names import layer_name
 from optimize.profiling.operators import operator_calls, times
 from serve.runtime.engines.exported import ExportedProgramEngine
 from serve.runtime.errors import PipelineError

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from optimize.export.macs import Work
 from optimize.profiling.base import WARM_CALLS, Piece, Reader, Reading, Subject, register
-from optimize.profiling.graph import GraphLayer, GraphLayers
-from optimize.profiling.products import activations, int8_product_graph
+from optimize.profiling.int8_products import activations, int8_product_graph
+from optimize.profiling.layer_matching import GraphLayer, GraphLayers
 from serve.runtime.engines.openvino import OpenVinoEngine, compile_bytes, core
 from serve.runtime.errors import PipelineError
 

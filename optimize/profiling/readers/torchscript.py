@@ -17,9 +17,9 @@ from torch import fx
 
 from optimize.export.macs import Work, program_work
 from optimize.profiling.base import Piece, Reader, Reading, Subject, register
-from optimize.profiling.names import called, layer_name
+from optimize.profiling.int8_products import activations, weights
+from optimize.profiling.layer_names import called, layer_name
 from optimize.profiling.operators import operator_calls, times
-from optimize.profiling.products import activations, weights
 from optimize.quantization.graph.explicit_quantizers import quantizing
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.torchscript import use_int8_kernels

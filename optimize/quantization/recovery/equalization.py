@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
-from optimize.store.effects import Effect
+from optimize.store.layer_effects import Effect
 from optimize.tracing.constants import attribute
 from optimize.tracing.naming import free_name
 

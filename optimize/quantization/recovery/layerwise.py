@@ -24,7 +24,7 @@ from optimize.quantization.gate import sqnr
 from optimize.quantization.ranges import Granularity, WeightObserver, cut, weight_observer
 from optimize.quantization.recovery.adaround import Rounding, learn_rounding
 from optimize.quantization.simulate import simulated, unwatched, weight_grid, weighted
-from optimize.store.effects import Effect
+from optimize.store.layer_effects import Effect
 from serve.common.config import Config
 from serve.runtime.images.image_preprocessing import normalise
 

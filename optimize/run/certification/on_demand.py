@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from optimize.certify.layers import check_layers, in_process
-from optimize.certify.records import Engine
+from optimize.certify.layer_certification import check_layers, in_process
+from optimize.certify.layer_findings import Engine
 from optimize.data.class_order import in_recorded_order
 from optimize.data.formats.base import open_data
 from optimize.data.loading import loader
@@ -18,12 +18,12 @@ from optimize.data.records import ImageData, Split
 from optimize.data.splits import subset
 from optimize.listener import Listener
 from optimize.measure import processes
-from optimize.measure.surroundings import surroundings
-from optimize.report.runs import report_of
+from optimize.measure.key_inputs import surroundings
+from optimize.report.finished_runs import report_of
 from optimize.run.certification.parity_certificates import UNOPTIMIZED
 from optimize.run.certification.subject import Subject
 from optimize.run.identity import identity_of
-from optimize.store.files import write_json
+from optimize.store.atomic_files import write_json
 from optimize.store.keys import LayersKey, opening
 from optimize.store.objects import Store
 from serve.common import layout

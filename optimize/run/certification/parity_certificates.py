@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimize.certify.program import ReferenceLayers
+from optimize.certify.reference_program import ReferenceLayers
 from optimize.measure.accuracy import Answers
+from optimize.measure.answer_parity import certificate
 from optimize.measure.bench import Bench, Candidate, Kept
-from optimize.measure.certificate import certificate
 from optimize.measure.machine import machine, versions
 from optimize.measure.rows import Skip
 from optimize.store.artifact import REFERENCE_FILE, Artifact
-from optimize.store.files import write_json
+from optimize.store.atomic_files import write_json
 from optimize.store.keys import CertificateKey, NamedKey
 from optimize.store.sources import code_of
 from serve.runtime.card.card import read_card, write_card

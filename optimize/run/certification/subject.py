@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimize.report.runs import artifact_folder
+from optimize.report.finished_runs import artifact_folder
 from serve.common.layout import run_and_artifact
 from serve.runtime.card.card import Card, load_card
 from serve.runtime.errors import UserError

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from optimize.measure.latency import Speed, falls_behind, level, typical
 from optimize.measure.rows import FLOAT_GRAPHS, Row
-from optimize.report.words import times
+from optimize.report.number_format import times
 
 
 def missing_graph(

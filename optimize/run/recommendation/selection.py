@@ -16,7 +16,7 @@ from optimize.measure.statistics import (
     smallest_loss,
     wilson_interval,
 )
-from optimize.report.words import number, percent, points, times
+from optimize.report.number_format import number, percent, points, times
 from optimize.run.recommendation.missing_graph import missing_graph
 from optimize.run.recommendation.non_inferiority import Tested, first_level, most_of_one, prove
 from optimize.run.recommendation.rule import Objective, Recommend

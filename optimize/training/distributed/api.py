@@ -26,8 +26,8 @@ from torch import nn
 from optimize.context import Context
 from optimize.errors import PassError
 from optimize.listener import SILENT, Listener
-from optimize.models.by_value import pickled_by_value
-from optimize.store.history import History
+from optimize.models.pickling import pickled_by_value
+from optimize.store.training_history import History
 from optimize.training.checkpoints import load_state
 from optimize.training.config import TrainingConfig
 from optimize.training.distributed.environment import Launch, launch

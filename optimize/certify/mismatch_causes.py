@@ -1,0 +1,114 @@
+"""Why a layer's integers are not the reference's: each cause is decided by an experiment, and none by its looks.
+
+The judge is exact arithmetic: in float64 products and sums of bytes have no rounding error, so that the answer before
+its last rounding is known. Then the layer is run again on other integers, or exact arithmetic again without a clamp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import torch
+
+from optimize.certify.layer_findings import Cause
+from optimize.certify.reference_program import Batch, Layer, ReferenceLayers
+
+#: Steps by which float32, and biases that an engine rounds to integers, may move a value from where it is.
+NEAR: Final = 1 / 64
+
+#: What an experiment explains leaves of the wrong integers at most this share.
+_LEFT: Final = 0.01
+
+#: Inputs of so many bits never make two products overflow 16 bits.
+_SEVEN_BITS: Final = 127
+
+#: One layer, alone: from a batch to its integers.
+Run = Callable[[Batch], torch.Tensor]
+
+
+def cause_of(
+    reference: ReferenceLayers, layer: Layer, run: Run, batch: Batch, found: torch.Tensor, *, astray: Sequence[str]
+) -> Cause:
+    """Find out why an engine's integers for a layer are not the reference's.
+
+    Args:
+        reference: the program.
+        layer: the layer that diverges.
+        run: the engine's.
+        batch: as the reference was shown it.
+        found: the engine's answer to it.
+        astray: names of layers before it that the engine has no step of their own for, and that gave it other integers.
+    """
+    exact = reference.exact(layer, batch)
+    expected = batch.integers[layer.number]
+    off = found != expected
+    wrong = _wrong(found, exact)
+    if not wrong[off].any():
+        whole = reference.exact(layer, batch, whole_biases=True)
+        biases = "" if torch.equal(whole, exact) else _of_biases(off, found, whole)
+        return Cause("rounding", f"{_of_ties(expected, found, exact)}{biases}")
+    count = int(wrong.sum())
+    share = f"{count:,} of {wrong.numel():,} integers are not those of exact arithmetic"
+    if astray:
+        return Cause(
+            "kernel",
+            f"{share}; it was given others than are meant, by what has no step of its own: {', '.join(astray)}",
+        )
+    for clamp, options in _clamps(layer):
+        if _explained(count, found, reference.exact(layer, batch, **options)):
+            return Cause("lost clamp", f"{share}; those of exact arithmetic without {clamp} are the engine's")
+    if any(int(batch.integers[number].max()) > _SEVEN_BITS for number in layer.before):
+        halved = _halved(batch, layer)
+        if _explained(count, run(halved), reference.exact(layer, halved)):
+            return Cause("saturation", f"{share}; on the same inputs halved, which have 7 bits, the layer is right")
+        share += ", nor are they where the inputs are halved to 7 bits"
+    return Cause(
+        "kernel", f"{share}, and no lost clamp explains them: it computes something else than its integers mean"
+    )
+
+
+def _wrong(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Which integers are not a nearest one to the exact value, a tie being near both."""
+    return (found.double() - exact).abs() > 0.5 + NEAR
+
+
+def _explained(count: int, found: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether an experiment leaves next to nothing of so many wrong integers."""
+    return int(_wrong(found, exact).sum()) <= _LEFT * count
+
+
+def _of_ties(expected: torch.Tensor, found: torch.Tensor, exact: torch.Tensor) -> str:
+    off = found != expected
+    steps = int((expected.double() - found.double()).abs().max())
+    distance = (exact - exact.floor() - 0.5).abs()[off].max().item()
+    where = f"{distance:.2g} of a step or less from a tie" if distance else "at a tie"
+    return (
+        f"all {int(off.sum()):,} that differ, by {steps} at most, are as near to what exact arithmetic gives, which "
+        f"lies {where}"
+    )
+
+
+def _of_biases(off: torch.Tensor, found: torch.Tensor, whole: torch.Tensor) -> str:
+    """Whether what differs is what exact arithmetic gives with biases that are integers, in words."""
+    left = int((whole.round()[off] != found.double()[off]).sum())
+    if left > 0.1 * int(off.sum()):
+        return ""
+    return "; it gives these where biases are rounded to integers of the products' scale"
+
+
+def _clamps(layer: Layer) -> Iterator[tuple[str, dict[str, bool]]]:
+    """What may have been lost, in words, and how exact arithmetic does without it."""
+    quantizer = layer.quantizer
+    if (quantizer.low, quantizer.high) != quantizer.whole_range:
+        yield f"its quantizer's range of {quantizer.low} to {quantizer.high}", {"range_": False}
+    yield "its activation", {"activations": False}
+    yield "its activation and its quantizer's range", {"activations": False, "range_": False}
+
+
+def _halved(batch: Batch, layer: Layer) -> Batch:
+    """A batch whose integers, for one layer, keep to 7 bits."""
+    given = {number: batch.integers[number] for number in layer.before}
+    halved = {number: each.div(2, rounding_mode="floor").to(each.dtype) for number, each in given.items()}
+    return dataclasses.replace(batch, integers={**batch.integers, **halved})

@@ -1,0 +1,98 @@
+"""Commands that make and measure: ``run``, and ``compare`` of what was made."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from optimize.cli.shared_options import Every, Measure, Store, uncollected
+from optimize.run.job import Job
+from optimize.run.recommendation.rule import Recommend
+from serve.common import layout
+from serve.common.command_line import reported
+from serve.common.command_options import with_options
+from serve.common.hints import DEFAULT_STORE, target
+from serve.runtime.errors import PipelineError
+
+if TYPE_CHECKING:
+    from optimize.measure.rows import Report
+
+
+@with_options(Job, "job")
+def run(
+    *,
+    job: Job,
+    every: Every = False,
+    json: Annotated[bool, typer.Option("--json", help="Print report.json on stdout, and nothing else.")] = False,
+) -> None:
+    """Run a recipe on a model: build, measure, pack and report."""
+    with reported("interrupted; what was finished is kept, the same command goes on from there"):
+        with uncollected():
+            from optimize import noise
+            from optimize.report.progress_display import Display
+            from optimize.run.pipeline import run as run_job
+
+        noise.silence()
+        # A model of the user's own may print; standard output is for the result alone.
+        with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
+            outcome = run_job(job, display)
+        if json:
+            sys.stdout.write((outcome.folder / "report.json").read_text(encoding="utf-8"))
+        else:
+            _print_outcome(outcome.report, outcome.folder, every=every)
+        if outcome.failed:
+            raise PipelineError(f"failed: {', '.join(outcome.failed)}; the reasons stand in the report")
+
+
+@with_options(Recommend, "rule")
+def compare(
+    names: Annotated[
+        list[str], typer.Argument(metavar="RUN…", help="Runs, or RUN/ARTIFACT; the first is the measure.")
+    ],
+    *,
+    store: Store = DEFAULT_STORE,
+    measure: Measure = "auto",
+    rule: Recommend,
+    every: Every = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and nothing else.")] = False,
+) -> None:
+    """Compare runs that were judged by the same images; their speeds are measured anew, together.
+
+    RUN stands for its baseline and its recommended artifact. Exit code 2 if they do not compare: what differs is said.
+    """
+    with reported():
+        from optimize import noise
+        from optimize.measure.machine import measured_devices, resolve_device
+        from optimize.measure.timing import Timing
+        from optimize.report.progress_display import Display
+        from optimize.report.table import print_table
+        from optimize.run.run_comparison import compare_runs
+
+        noise.silence()
+        with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
+            results = compare_runs(
+                store,
+                names,
+                timing=Timing(),
+                rule=rule,
+                devices=measured_devices(measure, resolve_device("auto")),
+                listener=display,
+            )
+        if json:
+            sys.stdout.write(dumps(results.to_json(), indent=2) + "\n")
+        else:
+            print_table(results, every=every)
+
+
+def _print_outcome(report: Report, folder: Path, *, every: bool) -> None:
+    from optimize.report.table import print_table
+
+    print_table(report, every=every)
+    typer.echo(f"report: {folder / layout.PAGE_FILE}   archives: {folder / 'archives'}")
+    typer.echo(f"serve it: {target('serve', f'serve start {folder.name}', folder.parent, RUN=folder.name)}")

@@ -1,0 +1,58 @@
+"""A name → a `ModelSource`: torchvision's classifiers, timm's, or the user's own code; and weights by name."""
+
+from __future__ import annotations
+
+from optimize.models import timm, torchvision
+from optimize.models.checkpoint import Checkpoint, read_checkpoint
+from optimize.models.source import ModelSource
+from optimize.models.torchvision import torchvision_source
+from optimize.models.user_models import user_source
+from serve.runtime.errors import UserError
+
+#: How files of weights end.
+_WEIGHTS = (".pt", ".pth", ".ckpt", ".th", ".tar", ".safetensors", ".bin")
+
+
+def resolve_model(reference: str) -> ModelSource:
+    """Find a model by a torchvision name, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``.
+
+    Raises:
+        UserError: there is no such model (the nearest names are suggested), file, module or factory, or
+            the user's module does not import.
+    """
+    if reference.startswith(timm.PREFIX):
+        return timm.timm_source(reference.removeprefix(timm.PREFIX))
+    if ":" in reference:
+        return user_source(reference)
+    if reference.endswith(".py"):
+        raise UserError(f"{reference}: say which function builds the model: {reference}:FACTORY")
+    if reference.endswith(_WEIGHTS):
+        raise UserError(
+            f"{reference}: is a file of weights; name the network that they are of, and give them by "
+            f"--checkpoint {reference}"
+        )
+    if reference.endswith(".onnx"):
+        raise UserError(
+            f"{reference}: passes work on PyTorch's networks, and not on ONNX graphs; name the network that this one "
+            "was made of, and give its weights by --checkpoint"
+        )
+    return torchvision_source(reference)
+
+
+def with_named_weights(source: ModelSource, weights: str) -> tuple[ModelSource, Checkpoint]:
+    """The library's own weights called ``weights``, and ``source`` with the preprocessing that they want.
+
+    Raises:
+        UserError: the model has no weights by name, there are none of this name, or they are not on this machine
+            and cannot be downloaded.
+    """
+    if source.origin == "timm":
+        raise timm.refuse_named_weights(source)
+    if source.origin != "torchvision":
+        raise UserError(f"{source.reference}: weights by name exist only for torchvision's models; give a checkpoint")
+    return torchvision.with_weights(source, weights), read_checkpoint(torchvision.download(source, weights))
+
+
+def with_checkpoint(source: ModelSource, checkpoint: Checkpoint) -> ModelSource:
+    """``source`` with the preprocessing that ``checkpoint`` wants, if it is one of the library's own files."""
+    return torchvision.recognised(source, checkpoint.sha256) if source.origin == "torchvision" else source

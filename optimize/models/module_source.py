@@ -1,0 +1,76 @@
+"""A live ``nn.Module`` as a model source and a checkpoint: what it was when it was given, whatever becomes of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import sys
+import types
+
+import torch
+from torch import nn
+
+from optimize.models import timm
+from optimize.models.checkpoint import Checkpoint
+from optimize.models.live_objects import module_digest, tensors_digest
+from optimize.models.source import ModelSource, innermost, unwrapped
+from optimize.models.stated_classes import stated_classes
+from optimize.models.user_models import declared_preprocessing
+from serve.runtime.errors import UserError, one_line
+
+
+def module_source(module: nn.Module) -> tuple[ModelSource, Checkpoint]:
+    """What `resolve_model` and `read_checkpoint` give, of a module that is there already.
+
+    The module is copied at once and stays as it is. The copy is on the CPU, in float32 and eval mode; wrappers of
+    ``torch.compile`` and of data parallelism are taken off. Its preprocessing is what the Python module of its class
+    declares as ``PREPROCESSING``, or timm's configuration where timm made it.
+
+    Returns:
+        A source whose ``build`` gives copies with the weights (``num_classes`` and ``image_size`` are the module's
+        own), whose fingerprint changes with code, structure and plain attributes; and the weights.
+
+    Raises:
+        UserError: it is no eager module, has parameters without values, or cannot be copied.
+    """
+    given = innermost(module)
+    if isinstance(given, torch.jit.ScriptModule):
+        raise UserError("a TorchScript module cannot be optimised; give the nn.Module that it was made from")
+    if not isinstance(given, nn.Module):
+        raise UserError(f"a model must be a torch.nn.Module, this is a {type(given).__name__}")
+    module = given
+    name = type(module).__name__
+    for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_meta or isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            raise UserError(f"{name}: {key} has no values yet; load weights, or run a batch through it first")
+    try:
+        own = copy.deepcopy(module)
+        unwrapped(own)
+        own = own.cpu().float().eval()
+    except Exception as error:  # noqa: BLE001 - whatever the module holds may refuse to be copied
+        raise UserError(f"{name}: cannot be copied: {one_line(error)}") from None
+    for parameter in own.parameters():
+        parameter.grad = None
+        parameter.requires_grad_(parameter.is_floating_point())
+    home = sys.modules.get(type(module).__module__, types.ModuleType("none"))
+    preprocessing, undeclared, by = declared_preprocessing(home)
+    if preprocessing is None and (found := timm.declared_by_module(module)) is not None:
+        preprocessing, by = found
+    state = own.state_dict()
+    source = ModelSource(
+        reference=name,
+        name=re.sub(r"[^A-Za-z0-9_.-]", "-", name),
+        fingerprint=module_digest(own),
+        preprocessing=preprocessing,
+        declared_by=by,
+        undeclared=undeclared,
+        origin="module",
+        factory=functools.partial(_copied, own),
+    )
+    notes = (f"the weights are those of the {name} that was given",)
+    return source, Checkpoint(state, tensors_digest(state), notes=notes, classes=stated_classes(own))
+
+
+def _copied(module: nn.Module, num_classes: int, image_size: int | None) -> nn.Module:
+    return copy.deepcopy(module)

@@ -1,0 +1,121 @@
+"""What was found layer by layer, as tables for the terminal and in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from optimize.measure.rows import Skip
+from optimize.precision.precision_records import Figure, Found, Sensitivity, Trial
+from optimize.report.console import output
+from optimize.report.number_format import NONE, number, points
+
+_HEADS = (
+    "layer",
+    "weights",
+    "alone: top-1",
+    "95 %",
+    "SQNR dB",
+    "won ms",
+    "all but: top-1",
+    "95 %",
+    "SQNR dB",
+    "won ms",
+)
+_TRIAL_HEADS = ("trial", "not int8", "top-1", "p50 ms", "to float", "")
+_NAMED = 4
+
+
+def sensitivity_rows(found: Sensitivity) -> list[tuple[str, ...]]:
+    """A line for each layer, and the first for all together."""
+    whole = (f"all {len(found.layers)} layers", f"{sum(layer.weights for layer in found.layers):,}")
+    rows = [(*whole, *_cells(found.whole), *[""] * 4)]
+    rows += [(layer.name, f"{layer.weights:,}", *_cells(layer.alone), *_cells(layer.all_but)) for layer in found.layers]
+    return rows
+
+
+def trial_rows(found: Found) -> list[tuple[str, ...]]:
+    """A line for each trial."""
+    return [
+        (
+            str(trial.number),
+            _listed(trial.bits),
+            points(trial.delta),
+            number(trial.p50),
+            f"{trial.speedup.value:.2f}×" if trial.speedup else NONE,
+            _verdict(trial),
+        )
+        for trial in found.trials
+    ]
+
+
+def print_sensitivity(found: Sensitivity) -> None:
+    """Print to standard output; a file or a pipe gets the whole, however long the lines."""
+    _print(_HEADS, sensitivity_rows(found))
+    Console(soft_wrap=True).print(Text(caption(found)))
+
+
+def print_search(found: Found) -> None:
+    """Print the trials, and why what was chosen was."""
+    if found.trials:
+        _print(_TRIAL_HEADS, trial_rows(found))
+    console = Console(soft_wrap=True)
+    for sentence in found.why:
+        console.print(Text(sentence))
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, the first column to the left and the others to the right."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
+
+
+def sensitivity_markdown(found: Sensitivity) -> str:
+    """The table and what it is of, for a document."""
+    return f"{markdown(_HEADS, sensitivity_rows(found))}\n{caption(found)}\n"
+
+
+def caption(found: Sensitivity) -> str:
+    """What the figures are."""
+    return (
+        f"{found.title}, {found.parent} by {found.runs_on} on {found.cpu}; top-1 in points from the float graph's "
+        f"{found.top1 * 100:.2f} % on the same {found.images:,} images; SQNR of the logits; milliseconds that one "
+        f"image takes less with the layer in int8 than with it in float (float graph: {number(found.p50, 'ms')}; "
+        f"whole: {number(found.whole.p50, 'ms')})"
+    )
+
+
+def _cells(figure: Figure | Skip) -> tuple[str, str, str, str]:
+    if isinstance(figure, Skip):
+        return str(figure), "", "", ""
+    difference = figure.difference
+    return (
+        points(difference.delta),
+        f"{points(difference.low)} to {points(difference.high)}",
+        NONE if figure.sqnr_db is None else f"{figure.sqnr_db:.1f}",
+        f"{figure.won_ms:+.3f}".replace("-", "−"),
+    )
+
+
+def _verdict(trial: Trial) -> str:
+    if trial.holds:
+        return f"holds; {trial.skip}" if trial.skip else "holds"
+    return str(trial.skip) if trial.skip else "loses too much"
+
+
+def _listed(bits: dict[str, int]) -> str:
+    names = [f"{name}:{wide}" if wide != 32 else name for name, wide in bits.items()]
+    more = f" +{len(names) - _NAMED}" if len(names) > _NAMED else ""
+    return (", ".join(names[:_NAMED]) + more) or NONE
+
+
+def _print(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if place == 0 else "right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    output().print(table)

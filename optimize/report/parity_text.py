@@ -1,0 +1,85 @@
+"""Parity certificates in words: what every engine answers, against what an INT8 artifact's integers mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from optimize.measure.rows import Results, Row
+from optimize.report.number_format import NONE, count, number, percent, points, signed, small
+from serve.runtime.card.certificate import LEAST_AGREEMENT, Agreement, Certificate
+
+#: Above a table of `cells`.
+HEADS = ("execution", "same top-1 %", "SQNR dB", "largest difference", "Δ top-1", "95 %", "gained, lost")
+
+
+def cells(agreement: Agreement) -> tuple[str, ...]:
+    """An agreement as text, under `HEADS`."""
+    return (
+        agreement.execution,
+        percent(agreement.top1_agreement),
+        _sqnr(agreement),
+        _apart(agreement),
+        points(agreement.delta),
+        f"{points(agreement.low)} to {points(agreement.high)}",
+        f"{signed(agreement.gained, '+')}, {signed(agreement.lost, '−')}",
+    )
+
+
+def explained(certificate: Certificate) -> str:
+    """What the figures are of, in one sentence."""
+    step = f"; a step is {small(certificate.step)}, the scale of the answer's quantizer" if certificate.step else ""
+    packed = " torchscript ran the packed program that the graph was made from." if _is_of_graph(certificate) else ""
+    return (
+        f"Against torch's reference program (the same integers, in float arithmetic) on {count(certificate.images)} "
+        f"validation images, logits on {count(certificate.logits_of)} of them{step}.{packed} Aim: the same top-1 on at "
+        f"least {percent(LEAST_AGREEMENT)} % of the images, and an interval that contains 0."
+    )
+
+
+def missing(certificate: Certificate) -> list[str]:
+    """Which executions were not compared, and why."""
+    return [f"{execution}: {reason}" for execution, reason in certificate.absent.items()]
+
+
+def parity_lines(results: Results) -> Iterator[str]:
+    """A line for each certified artifact."""
+    for row in results.rows:
+        if row.certificate is None:
+            continue
+        packed = f" (on {_program(row, results)})" if _is_of_graph(row.certificate) else ""
+        said = [
+            f"{entry.execution}{packed if _is_torchs(entry.execution) else ''} {percent(entry.top1_agreement)} % same "
+            f"top-1, SQNR {_sqnr(entry)} dB, at most {_apart(entry)} apart, {points(entry.delta)} points"
+            f"{'' if entry.holds else ' (NOT within the aim)'}"
+            for entry in row.certificate.agreements
+        ]
+        yield f"{row.name} against what its integers mean, on {count(row.certificate.images)} images: {'; '.join(said)}"
+
+
+def _program(graph: Row, results: Results) -> str | None:
+    """The artifact whose packed program a graph was made from: its parent, or that of the graph that its parent is."""
+    rows = {row.name: row for row in results.rows}
+    found = rows.get(graph.parent or "")
+    while found is not None and found.certificate is not None and _is_of_graph(found.certificate):
+        graph, found = found, rows.get(found.parent or "")
+    return graph.parent
+
+
+def _is_of_graph(certificate: Certificate) -> bool:
+    """Whether others than torch's kernels were to be compared: then these ran another artifact than they did."""
+    named = {*(entry.execution for entry in certificate.agreements), *certificate.absent}
+    return any(_is_torchs(name) for name in named) and not all(_is_torchs(name) for name in named)
+
+
+def _is_torchs(execution: str) -> bool:
+    return execution.partition("[")[0] == "torchscript"
+
+
+def _sqnr(agreement: Agreement) -> str:
+    return "exact" if agreement.sqnr_db is None and agreement.max_abs == 0 else number(agreement.sqnr_db)
+
+
+def _apart(agreement: Agreement) -> str:
+    if agreement.steps is None:
+        return small(agreement.max_abs) if agreement.max_abs else NONE
+    return f"{number(agreement.steps)} steps"
