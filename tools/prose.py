@@ -25,7 +25,7 @@ HELD = (
     "docs/guides/*.md",
     *(
         f"docs/explanations/{name}.md"
-        for name in ("limits", "measuring", "observability", "own-server", "store", "torchserve")
+        for name in ("limits", "measuring", "observability", "own-server", "store", "torchserve", "training")
     ),
 )
 GUIDES = ("docs/get-started.md", "docs/guides/*.md")
