@@ -23,9 +23,9 @@ from tests.serve import artifacts
 ROOT = Path(__file__).parents[1]
 
 
-def code_of(title: str) -> str:
-    """The first Python block below a heading of CONTRIBUTING.md."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def code_of(title: str, page: str = "CONTRIBUTING.md") -> str:
+    """The first Python block below a heading of a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     match = re.search(rf"^## {title}$.*?^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert match is not None
     return match[1]

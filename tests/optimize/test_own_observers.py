@@ -155,7 +155,9 @@ except opt.UserError as error:
 
 
 def test_a_distribution_adds_one_by_name(tmp_path: Path, programs: Programs) -> None:
-    there = install(tmp_path, "clip_observer", "optimize.observers", code_of("How to add an observer"))
+    there = install(
+        tmp_path, "clip_observer", "optimize.observers", code_of("How to add an observer", "docs/guides/extend.md")
+    )
     scale, first, refusal = said(programs.run("-c", NAMED, environment=there)).splitlines()
     assert float(scale.split()[1]) == pytest.approx(9.0)
     assert first.split()[1].startswith("clip@")
@@ -166,7 +168,7 @@ def test_a_distribution_adds_one_by_name(tmp_path: Path, programs: Programs) -> 
 
 
 def test_a_distributions_observer_that_is_none_is_named_in_one_line(tmp_path: Path, programs: Programs) -> None:
-    code = code_of("How to add an observer").replace("(MinMaxObserver)", "")
+    code = code_of("How to add an observer", "docs/guides/extend.md").replace("(MinMaxObserver)", "")
     there = install(tmp_path, "no_observer", "optimize.observers", code)
     refusal = "import optimize as opt\ntry: opt.Ptq(observer='clip')\nexcept opt.UserError as error: print(error)"
     told = said(programs.run("-c", refusal, environment=there)).splitlines()
