@@ -79,6 +79,11 @@ def test_a_page_that_is_held_to_the_aims_meets_them(path: Path) -> None:
     assert not prose.missed(found, guide=path in prose.matching(prose.GUIDES))
 
 
+@pytest.mark.parametrize(("name", "words"), [("README.md", 1500), ("CONTRIBUTING.md", 1200)])
+def test_a_page_that_is_a_door_stays_short(name: str, words: int) -> None:
+    assert len((prose.ROOT / name).read_text(encoding="utf-8").split()) <= words
+
+
 def test_the_table_names_what_a_page_misses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("One short line.\n", encoding="utf-8")
