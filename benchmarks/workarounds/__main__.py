@@ -1,12 +1,14 @@
 """Which workarounds the installed libraries still need: ``make check-workarounds``.
 
 The network of each record that works around a library's fault runs in that library with the record and without it. If
-its answers are as good without it, the record is no longer needed with this version. Speed and memory are not measured.
+its answers are as good without it, the record is no longer needed with this version, unless the fault was seen in this
+very version: then the network does not show it. Speed and memory are not measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
@@ -33,7 +35,15 @@ def verdict(name: str, fault: Fault) -> tuple[str, bool]:
     if any(more - less > MARGIN for more, less in pairs):
         figures = "; ".join(f"{more:.1f}, without it {less:.1f}" for more, less in pairs)
         return f"still needed with {library} {found}: {figures}", True
+    if str(found).startswith(seen_last(fault.seen)):
+        return f"not judged: its network does not show the fault with {library} {found}, in which it was seen", True
     return f"no longer needed with {library} {found}", True
+
+
+def seen_last(versions: str) -> str:
+    """Return the last of the versions in which a fault was seen, such as ``2.14`` of ``2.11 to 2.14``."""
+    *_, last = re.finditer(r"\d+(?:\.\d+)*", versions)
+    return last[0]
 
 
 def _unchecked(fault: Fault, library: Library) -> str:
