@@ -129,7 +129,7 @@ def programs() -> Iterator[Programs]:
 
 
 #: Files that one process runs, because they share a server, which each process would start for itself.
-TOGETHER = frozenset({"tests/serve/test_endpoint.py", "tests/serve/test_server.py"})
+TOGETHER = frozenset({"tests/serve/runtime/service/test_endpoint.py", "tests/serve/torchserve/test_server.py"})
 
 
 def unit_of(nodeid: str) -> str:

@@ -265,3 +265,10 @@ def test_a_pass_knows_no_other_pass(module: str) -> None:
         for name in imports(module)
         if name.startswith("optimize.passes.") and name not in ("optimize.passes.base", module)
     ]
+
+
+@pytest.mark.parametrize("package", ["optimize", "serve"])
+def test_tests_lie_in_folders_that_are_called_like_those_of_their_subjects(package: str) -> None:
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests" / package).rglob("test_*.py")}
+    assert folders
+    assert not [folder for folder in folders if not (ROOT / folder).is_dir() or folder == Path(package)]

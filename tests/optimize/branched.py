@@ -13,8 +13,7 @@ from optimize.models.model_names import resolve_model
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from optimize.store.objects import Store
-
-from .workbench import noise_context, with_running_statistics
+from tests.optimize.workbench import noise_context, with_running_statistics
 
 NETS = Path(__file__).with_name("branch_nets.py")
 

@@ -16,9 +16,8 @@ from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from optimize.store.objects import Store
 from optimize.training.config import TrainingConfig
-
-from .runs_fixtures import references, shared_folder
-from .workbench import CPU, GREY16, TINY_NET
+from tests.optimize.runs_fixtures import references, shared_folder
+from tests.optimize.workbench import CPU, GREY16, TINY_NET
 
 SHORT = TrainingConfig(epochs=3, batch_size=32, learning_rate=0.1, augment=False)
 

@@ -37,9 +37,8 @@ from optimize.training.config import TrainingConfig
 from optimize.training.distil import Distil
 from optimize.training.loop import train
 from optimize.training.results import TrainingResult
-
-from .tiny_net import Tiny
-from .workbench import CPU, GREY16, TINY_NET
+from tests.optimize.tiny_net import Tiny
+from tests.optimize.workbench import CPU, GREY16, TINY_NET
 
 PLAIN = TrainingConfig(epochs=2, batch_size=32)
 STEPS = 8
