@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 #: The pages that are held to the aims, as patterns below the root. Pages of a guide also say "you".
 HELD = (
     "README.md",
+    "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "SECURITY.md",
