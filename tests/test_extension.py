@@ -152,7 +152,9 @@ def test_a_format_that_no_engine_opens_is_named_with_those_that_are_opened(tmp_p
 
 
 def test_a_foreign_export_target_is_found(tmp_path: Path, programs: Programs) -> None:
-    there = install(tmp_path, "notes_target", "serve.exports", code_of("How to add an export target"))
+    there = install(
+        tmp_path, "notes_target", "serve.exports", code_of("How to add an export target", "docs/guides/extend.md")
+    )
     artifacts.torchscript(tmp_path / "store" / "small" / "artifacts" / "script")
     words = ("-m", "serve", "export", "small", "--store", tmp_path / "store", "--to", "notes")
     assert "read it: " in said(programs.run(*words, environment=there))
