@@ -185,6 +185,12 @@ def test_every_example_and_benchmark_that_a_document_or_a_recipe_runs_is_there()
             assert importlib.util.find_spec(name) is not None, name
 
 
+def test_every_file_of_code_that_a_document_names_is_there() -> None:
+    for name, text in DOCUMENTS.items():
+        for path in re.findall(r"\b(?:optimize|serve|tests|benchmarks|tools)/[\w/]+\.py\b", text):
+            assert (ROOT / path).is_file(), f"{name}: {path}"
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_among_the_examples_is_legal_and_told_of(path: Path) -> None:
     assert load_recipe(path).stages
