@@ -229,8 +229,8 @@ fuzz: $(VENV)/.installed-dev ## examples that the tests have not seen yet, for w
 check-workarounds: $(VENV)/.installed ## which workarounds of libraries' faults the installed versions still need
 	@$(BIN)/python -m benchmarks.workarounds
 
-prose: $(VENV)/.installed ## how the documents read: words in a sentence, semicolons; fails where a page misses its aims
-	@$(BIN)/python -m tools.prose
+prose: $(VENV)/.installed ## how documents, docstrings and comments read: words in a sentence, semicolons; fails if an aim is missed
+	@$(BIN)/python -m tools.prose; pages=$$?; $(BIN)/python -m tools.prose --python && exit $$pages
 
 clean: ## remove the environment and caches; runs in model_store stay
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

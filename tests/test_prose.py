@@ -84,6 +84,69 @@ def test_a_page_that_is_a_door_stays_short(name: str, words: int) -> None:
     assert len((prose.ROOT / name).read_text(encoding="utf-8").split()) <= words
 
 
+MODULE = '''"""A module; its first line.
+
+A paragraph over
+two lines. You can call `run`::
+
+    neither = "does code; count"
+"""
+
+#: One comment
+#: of two lines.
+LIMIT = 3  # noqa: E501
+NAMES = ()  # a second comment
+
+
+def double(number, times=2):
+    """Return the double.
+
+    Args:
+        number: one argument; its name
+            does not count.
+        times: another.
+
+    Raises:
+        ValueError: a reason.
+    """
+    # A third.
+    return "# no comment; only text"
+'''
+
+
+def test_a_module_is_measured_by_its_docstrings_and_comments() -> None:
+    assert sorted(prose.python_sentences(MODULE)) == sorted(
+        [
+            *("A module; its first line.", "A paragraph over two lines.", "You can call code::"),
+            *("One comment of two lines.", "a second comment", "A third."),
+            *("Return the double.", "one argument; its name does not count.", "another.", "a reason."),
+        ]
+    )
+
+
+def test_a_folder_is_measured_by_the_files_directly_in_it(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "one.py").write_text('"""Two words."""\n', encoding="utf-8")
+    (tmp_path / "two.py").write_text("# And three words; more.\n", encoding="utf-8")
+    (tmp_path / "inner" / "three.py").write_text('"""Not here."""\n', encoding="utf-8")
+    found = prose.measure_folder(tmp_path)
+    assert (found.words, found.sentences, found.longest, found.semicolons) == (6, 2, 4, 1000 / 6)
+    assert prose.folders_of([tmp_path]) == [tmp_path, tmp_path / "inner"]
+
+
+@pytest.mark.parametrize("folder", prose.HELD_FOLDERS)
+def test_a_folder_that_is_held_to_the_aims_meets_them(folder: str) -> None:
+    found = prose.measure_folder(prose.ROOT / folder)
+    assert found.words, f"{folder} has no prose: was it moved?"
+    assert not prose.missed(found, guide=False)
+
+
+def test_the_table_of_folders_names_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one.py").write_text('"""Two words."""\n', encoding="utf-8")
+    assert prose.main(["--python", str(tmp_path)]) == 0
+    assert tmp_path.name in capsys.readouterr().out
+
+
 def test_the_table_names_what_a_page_misses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("One short line.\n", encoding="utf-8")

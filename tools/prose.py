@@ -1,14 +1,19 @@
-"""Measures how Markdown pages read: words in a sentence, semicolons, and how often a page says "you".
+"""Measures how prose reads: words in a sentence, semicolons, and how often a page says "you".
 
-``python -m tools.prose [FILE …]`` prints a table. Pages that are held to the aims below are marked. The exit
-code is 1 where one of them misses an aim.
+``python -m tools.prose [FILE …]`` prints a table of Markdown pages. ``--python [FOLDER …]`` prints a table of the
+docstrings and comments in folders of Python files. Pages and folders that are held to the aims below are marked. The
+exit code is 1 if one of them misses an aim.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import io
 import math
 import re
 import sys
+import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +36,17 @@ HELD = (
 )
 GUIDES = ("docs/get-started.md", "docs/guides/*.md")
 
+#: The packages whose docstrings and comments are measured, and the folders that are held to the aims. A folder stands
+#: for the Python files directly in it.
+PACKAGES = ("serve", "optimize")
+HELD_FOLDERS = ("serve/asgi/http",)
+
 _LIST_ITEM = re.compile(r"(?:[-*+]|\d+[.)])\s+")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)*_]*\s+(?=[\"'“‘(\[*_]*[A-Z0-9])")
 _WORD = re.compile(r"\S*\w\S*")
+_SECTION = re.compile(r"(?:Args|Attributes|Returns|Raises|Yields|Settings|Note|Example|Examples):")
+_ENTRY = re.compile(r"\*{0,2}\w[\w.]*(?:, \*{0,2}\w[\w.]*)*: (?=\S)")
+_FOR_TOOLS = re.compile(r"#(?:!|\s*(?:noqa|type:|pragma|mypy:|ruff:|fmt:|SPDX))|\s+-\s+(?=noqa)")
 
 
 @dataclass(frozen=True)
@@ -99,9 +112,70 @@ def sentences(markdown: str) -> list[str]:
     return [sentence for sentence in found if _WORD.search(sentence)]
 
 
+def docstring_paragraphs(docstring: str) -> Iterator[str]:
+    """Yield the paragraphs of a docstring, without code, section titles and the names of arguments.
+
+    Each list item and each entry of a section like ``Args:`` is a paragraph of its own.
+    """
+    lines: list[str] = []
+    section = literal = False
+    for line in [*inspect.cleandoc(docstring).splitlines(), ""]:
+        stripped, indented = line.strip(), line.startswith(" ")
+        if stripped and not indented:
+            section, literal = bool(_SECTION.fullmatch(stripped)), False
+        begins = _LIST_ITEM.match(stripped) or (section and _indent(line) == 4)
+        if not stripped or begins or (section and not indented):
+            if lines:
+                yield " ".join(lines)
+            literal = literal or bool(lines and lines[-1].endswith("::"))
+            lines = []
+        if stripped and not (section and not indented) and not literal and not stripped.startswith((">>>", "|")):
+            lines.append((_ENTRY if section and begins else _LIST_ITEM).sub("", stripped, count=1))
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def comment_paragraphs(source: str) -> Iterator[str]:
+    """Yield the comments of a Python file. Lines of one comment are one paragraph; comments for tools are left out."""
+    lines: list[str] = []
+    last = (-1, -1)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT or _FOR_TOOLS.match(token.string):
+            continue
+        if lines and token.start != (last[0] + 1, last[1]):
+            yield " ".join(lines)
+            lines = []
+        lines.append(token.string.lstrip("#: "))
+        last = token.start
+    if lines:
+        yield " ".join(lines)
+
+
+def python_sentences(source: str) -> list[str]:
+    """Return the sentences of the docstrings and comments of a Python file."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    docstrings = [text for node in nodes if (text := ast.get_docstring(node)) is not None]
+    paragraphs_found = [*comment_paragraphs(source)]
+    paragraphs_found += [paragraph for docstring in docstrings for paragraph in docstring_paragraphs(docstring)]
+    found = [sentence for each in paragraphs_found for sentence in _SENTENCE_END.split(plain(each))]
+    return [sentence for sentence in found if _WORD.search(sentence)]
+
+
 def measure(markdown: str) -> Prose:
     """Measure the prose of a page."""
-    found = sentences(markdown)
+    return _measured(sentences(markdown))
+
+
+def measure_folder(folder: Path) -> Prose:
+    """Measure the docstrings and comments of the Python files directly in a folder."""
+    files = sorted(folder.glob("*.py"))
+    return _measured([each for path in files for each in python_sentences(path.read_text(encoding="utf-8"))])
+
+
+def _measured(found: Sequence[str]) -> Prose:
     lengths = sorted(len(_WORD.findall(sentence)) for sentence in found) or [0]
     words = sum(lengths)
     return Prose(
@@ -132,14 +206,23 @@ def matching(patterns: Sequence[str]) -> list[Path]:
     return sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
 
 
+def folders_of(roots: Sequence[Path]) -> list[Path]:
+    """Return each folder with Python files, from these roots down, sorted."""
+    return sorted({path.parent for root in roots for path in root.rglob("*.py")})
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Print the table for the files given, by default for all pages. Return 1 if a held page misses an aim."""
-    paths = [Path(each).resolve() for each in arguments] or matching(("*.md", "docs/**/*.md", "examples/*.md"))
-    held, guides = matching(HELD), matching(GUIDES)
-    print(f"{'page':44} {'words':>6} {'mean':>5} {'p90':>4} {'max':>4} {'; /1000':>8} {'you':>5}")
+    """Print the table of the given files or folders, by default of all. Return 1 if a held one misses an aim."""
+    if arguments[:1] == ["--python"]:
+        paths = folders_of([Path(each).resolve() for each in arguments[1:]] or [ROOT / each for each in PACKAGES])
+        held, guides = matching(HELD_FOLDERS), []
+    else:
+        paths = [Path(each).resolve() for each in arguments] or matching(("*.md", "docs/**/*.md", "examples/*.md"))
+        held, guides = matching(HELD), matching(GUIDES)
+    print(f"{'page or folder':44} {'words':>6} {'mean':>5} {'p90':>4} {'max':>4} {'; /1000':>8} {'you':>5}")
     failed = False
     for path in paths:
-        found = measure(path.read_text(encoding="utf-8"))
+        found = measure_folder(path) if path.is_dir() else measure(path.read_text(encoding="utf-8"))
         faults = missed(found, guide=path in guides) if path in held else []
         failed = failed or bool(faults)
         name = f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}{' *' if path in held else ''}"

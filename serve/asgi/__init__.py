@@ -1,5 +1,5 @@
-"""Our own server on the same runtime as TorchServe's handler: ASGI, on uvicorn, for containers and systemd.
+"""The own server, on the same runtime as TorchServe's handler: ASGI on uvicorn, for containers and systemd.
 
-In come requests and archives; each model has one `Service` of the runtime; out go answers, or refusals at once.
-`http/` is what every protocol builds on, `protocols/` what clients speak, `process/` what starts and keeps it.
+Input: requests and archives. Each model has one `Service` of the runtime. Output: responses, or immediate refusals.
+`http/` is the base of every protocol, `protocols/` has the protocols, and `process/` starts and watches the server.
 """

@@ -1,5 +1,6 @@
-"""HTTP requests and answers of our own server, whatever protocol is spoken over them.
+"""HTTP requests and responses of the own server, for every protocol that runs over them.
 
-In: bytes of a connection. Does: bounds what a client may cost, finds route, token and model, asks the model's service.
-Out: an answer, or a refusal of one line; observers are told of each.
+Input: the bytes of a connection. Work: limit the cost of a client, find route, token and model, call the model's
+service.
+Output: a response, or a refusal of one line. Observers get a record of each request.
 """

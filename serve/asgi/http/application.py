@@ -1,4 +1,4 @@
-"""The ASGI callable: a request in, through token and router, an answer out, told to who observes."""
+"""The ASGI application: it checks the token, routes a request, returns its response and informs the observers."""
 
 from __future__ import annotations
 
@@ -35,33 +35,34 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-#: Of a request whose client went before its answer, as nginx logs it.
+#: Status of a request whose client disconnected before the response. nginx logs the same number.
 CLIENT_GONE = 499
 
 
 class Application:
-    """One server: its models, its routes, its tokens and who observes it. Used in one event loop.
+    """One server: its models, routes, tokens and observers. Use it in one event loop only.
 
-    What speaks another protocol adds its paths to ``router``, its observers to ``observers``, and what lives beside
-    the HTTP server (a gRPC server) to ``on_start`` and ``on_stop``.
+    To add a protocol, add its paths to ``router`` and its observers to ``observers``. What runs beside the HTTP server,
+    for example a gRPC server, starts in ``on_start`` and stops in ``on_stop``.
 
     Attributes:
-        models: who answers.
-        router: what answers which path.
-        observers: each is told of each request.
-        on_start: awaited in order when the event loop runs, before a model is loaded.
-        on_stop: awaited in reverse order when every accepted HTTP request is answered, before the services end.
-        draining: set when the server is told to end: it is ready no more, and connections are closed as they answer.
-        notes: lines for the person who starts it, filled until ``on_start`` is over.
-        ends: by when what was accepted is answered, in seconds of `time.monotonic`, once it ends.
-        in_flight: requests that are being received or answered, gRPC's too.
+        models: the models that answer requests.
+        router: maps paths to handlers.
+        observers: called with the observation of each finished request.
+        on_start: awaited in order once the event loop runs, before a model is loaded.
+        on_stop: awaited in reverse order once every accepted HTTP request is answered, before the services end.
+        draining: True once the server shuts down. It is then not ready, and each response closes its connection.
+        notes: lines for the person who starts the server, complete when ``on_start`` is over.
+        ends: when the time to answer accepted requests is over, in seconds of `time.monotonic`. Infinite until
+            shutdown.
+        in_flight: number of requests that are being received or answered, gRPC included.
         held: bytes of their bodies.
-        alone: whether they come one by one.
+        inline: decides whether the event loop may run the inference itself.
 
     Args:
-        models: who answers.
+        models: the models that answer requests.
         limits: what a client may cost.
-        tokens: who may ask; None: everybody who reaches it.
+        tokens: the valid tokens. None: no token is needed.
     """
 
     def __init__(self, models: Models, *, limits: Limits | None = None, tokens: Tokens | None = None) -> None:
@@ -80,7 +81,7 @@ class Application:
         self.inline = InlineInference(lambda: self.in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request; see the ASGI specification, version 3."""
+        """Answer one HTTP request (ASGI specification, version 3)."""
         if scope["type"] != "http":
             raise ValueError(f"only HTTP is served, not {scope['type']}")
         call = Call(scope, receive, models=self.models, limits=self.limits, held=self.held, inline=self.inline)
@@ -88,7 +89,7 @@ class Application:
         self.in_flight += 1
         try:
             response = await self._answer(call, scope)
-            call.release()  # its client may take its time to read the answer
+            call.release()  # the client may read the response slowly
             observation.status = response.status
             head = self.headers(response, observation, call.arrived)
             whole = scope.get("extensions", {}).get(WHOLE)
@@ -105,20 +106,20 @@ class Application:
 
     @property
     def ends_in(self) -> float:
-        """Seconds that are left for what was accepted, when it ends."""
+        """Seconds left to answer accepted requests. Infinite until the server shuts down."""
         return max(0.0, self.ends - time.monotonic())
 
     @property
     def unready(self) -> str | None:
-        """Why no requests should be sent here, without a model's name; None: they should."""
+        """Why a load balancer should send no requests here, without a model's name. None: it should."""
         if self.draining:
             return "the server is ending"
         return None if self.models.ready else "not every model is loaded and answers as it should"
 
     def observe(self, observation: Observation, arrived: float) -> None:
-        """Have the observers told of a request that is over, and came at ``arrived`` in seconds of `time.monotonic`.
+        """Inform the observers of a finished request that arrived at ``arrived``, in seconds of `time.monotonic`.
 
-        They are in the event loop's next turn. In this one its answer is written, which uvloop (0.23) sends at once.
+        They run in the next turn of the event loop. This turn writes the response, and uvloop (0.23) sends it at once.
         """
         observation.seconds = time.monotonic() - arrived
         asyncio.get_running_loop().call_soon(self._tell, observation)
@@ -128,12 +129,12 @@ class Application:
             observer(observation)
 
     def headers(self, response: Response, observation: Observation, arrived: float) -> Headers:
-        """All headers of an answer, but for those that the HTTP server adds to each.
+        """Return all headers of a response, except those that the HTTP server adds to every response.
 
         Args:
-            response: the answer.
+            response: the response.
             observation: what is known of its request.
-            arrived: when that came, in seconds of `time.monotonic`.
+            arrived: when the request arrived, in seconds of `time.monotonic`.
         """
         headers = [*headers_of(response), (b"x-request-id", observation.request_id.encode())]
         if observation.version is not None:
@@ -145,7 +146,7 @@ class Application:
         return headers
 
     def failed(self, error: Exception, observation: Observation) -> Response:
-        """The answer to a request that ended so, which its observation is told of; a fault of ours is logged."""
+        """Return the response to a request that raised ``error``, and record the refusal. Log an internal fault."""
         refused = error if isinstance(error, RefusedError) else fault(error, observation.request_id)
         observation.refusals += (refused.kind,)
         return refusal_response(refused)
@@ -159,14 +160,14 @@ class Application:
             return await route.handler(call)
         except ClientGoneError:
             raise
-        except asyncio.CancelledError:  # by the HTTP server, when the time for its end is over
+        except asyncio.CancelledError:  # the HTTP server cancels when the time to drain is over
             return self.failed(try_again("the server is ending: try again later", "ending"), call.observation)
-        except Exception as error:  # noqa: BLE001 - one request's fault must not be the connection's
+        except Exception as error:  # noqa: BLE001 - a fault in one request must not end the connection
             return self.failed(error, call.observation)
 
 
 def fault(error: Exception, request_id: str) -> RefusedError:
-    """What a client is told of a fault of ours, which is logged: nothing of its text."""
+    """Log an internal fault and return the refusal for it. The client sees nothing of the fault's text."""
     if isinstance(error, MemoryError):
         _LOG.error("request %s: too little memory: %s", request_id, one_line(error))
         return no_memory()
@@ -175,6 +176,6 @@ def fault(error: Exception, request_id: str) -> RefusedError:
 
 
 def server_timing(observation: Observation, seconds: float) -> bytes:
-    """The value of a ``Server-Timing`` header: each stage and the total, in milliseconds."""
+    """Return the value of a ``Server-Timing`` header: each stage and the total, in milliseconds."""
     assert observation.stages is not None
     return f"{observation.stages.server_timing}, total;dur={seconds * 1e3:.2f}".encode()

@@ -1,4 +1,4 @@
-"""One request as a route sees it: its words, its body within limits, its deadline, and the service asked for it."""
+"""One HTTP request as a handler sees it: headers, body within limits, deadline, and the call of the service."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from serve.runtime.service.pending_request import Answered
     from serve.runtime.service.protocol import Request
 
-# Where the connection does not tell by itself that its client has gone (`GONE`). An answer takes a few milliseconds;
-# it is looked at from then on only: the task for it would hold Python's lock in the very moment in which the engine's
-# thread wakes up for the request.
+# For a connection without the `GONE` extension. Most answers take a few milliseconds. The task that waits for a
+# disconnect starts later: it would hold Python's lock just when the engine's thread wakes up for the request.
 _WATCH_AFTER_S = 0.02
 
 
@@ -43,14 +42,14 @@ class Limits:
     """What a client may cost before anything is computed for it.
 
     Attributes:
-        body_bytes: of one request; 413 beyond it. As TorchServe is told here.
-        held_bytes: of all requests that are being received or answered; 503 beyond it.
-        body_s: seconds for a body to arrive whole; 408 beyond it.
-        head_s: seconds for the headers to arrive; the connection is closed beyond it.
-        head_bytes: of the request line and the headers; the connection is closed beyond it.
-        keep_alive_s: seconds that a connection may lie idle.
-        connections: open at once; 503 beyond it.
-        queue: requests that wait for a model's service, 503 beyond it; None: as each archive says.
+        body_bytes: largest body of a request. A larger one gets 413. TorchServe gets the same limit.
+        held_bytes: most bytes of all requests that are being received or answered. Beyond it requests get 503.
+        body_s: seconds for a whole body to arrive. A slower one gets 408.
+        head_s: seconds for the headers to arrive. Then the connection is closed.
+        head_bytes: most bytes of request line and headers. Beyond it the connection is closed.
+        keep_alive_s: seconds that a connection may stay idle.
+        connections: most open connections. A further one gets 503.
+        queue: most requests that wait for a model's service. Further ones get 503. None: the archive's own limit.
     """
 
     body_bytes: int = 64 * 1024 * 1024
@@ -64,17 +63,17 @@ class Limits:
 
 
 class Held:
-    """Bytes of bodies that are in memory now, against `Limits.held_bytes`."""
+    """Bytes of request bodies in memory, compared with `Limits.held_bytes`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.bytes = 0
 
     def take(self, size: int) -> None:
-        """Count a body's bytes, which the caller gives back whatever comes of them.
+        """Count the bytes of a body. The caller subtracts them later, also when this raises.
 
         Raises:
-            RefusedError: 503; there is no room for them.
+            RefusedError: 503, the limit is exceeded.
         """
         self.bytes += size
         if self.bytes > self.limit:
@@ -82,15 +81,15 @@ class Held:
 
 
 class Call:
-    """One HTTP request. Used in the event loop, by one route.
+    """One HTTP request. Use it in the event loop, in one handler.
 
     Attributes:
-        method: in capitals.
-        headers: by name in lower case; of one that came twice, the last.
-        parameters: what stood in the path's places.
-        request_id: the client's ``x-request-id``, or one that was made.
-        observation: what will be told of it; routes fill in the model.
-        models: who answers.
+        method: the method in capitals.
+        headers: values by name in lower case. The last value wins if a name comes twice.
+        parameters: values of the path's placeholders.
+        request_id: the client's ``x-request-id``, or a new one.
+        observation: the record for the observers. Handlers fill in the model.
+        models: the models that answer requests.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Call:
         self._query: bytes = scope["query_string"]
         self._receive = receive
         self._extensions = scope.get("extensions", {})
-        self._when_gone = self._extensions.get(GONE)
+        self._call_on_disconnect = self._extensions.get(GONE)
         self._limits = limits
         self._held = held
         self._inline = inline
@@ -118,7 +117,7 @@ class Call:
 
     @property
     def query(self) -> dict[str, str]:
-        """The query's parameters; of one that came twice, the last."""
+        """The query's parameters. The last value wins if a name comes twice."""
         if not self._query:
             return {}
         try:
@@ -128,10 +127,10 @@ class Call:
 
     @cached_property
     def deadline(self) -> float | None:
-        """When the client will have gone, by its ``x-request-deadline-ms``, in seconds of `time.monotonic`.
+        """When the client gives up, by its ``x-request-deadline-ms``, in seconds of `time.monotonic`.
 
         Raises:
-            RefusedError: 400, the header is no whole number of milliseconds.
+            RefusedError: 400, the header is not a whole number of milliseconds.
         """
         word = self.headers.get("x-request-deadline-ms")
         if word is None:
@@ -145,10 +144,10 @@ class Call:
         return self.arrived + int(word) / 1000
 
     def take(self, name: str, version: str | None = None) -> Served:
-        """The version of a model that answers this request. It is kept open until the request is over.
+        """Return the version of a model that answers this request. It stays open until the request is over.
 
         Raises:
-            RefusedError: as `Models.get`.
+            RefusedError: see `Models.get`.
         """
         served = self.models.get(name, version)
         served.hold()
@@ -157,15 +156,16 @@ class Call:
         return served
 
     async def body(self) -> bytes:
-        """The whole body.
+        """Receive the whole body.
 
-        Where the model that was taken has a full queue, that is told before anything is read: under overload most
-        requests end here, and what they cost is taken from those that are answered.
+        If the queue of the taken model is full, the request is refused before its body is read. Under overload most
+        requests end here, and their cost slows down the others.
 
         Raises:
-            RefusedError: 400 (no HTTP), 408 (too slow), 413 (too large; told before it is read where the client says
-                its size), 415 (compressed), 503 (the queue is full, too much is held already, or memory is short).
-            ClientGoneError: the client went while it sent.
+            RefusedError: 400 (not HTTP), 408 (too slow), 413 (too large), 415 (compressed), or 503 (queue full, too
+                many bytes held, or too little memory). A body whose stated size is too large is refused before it is
+                read.
+            ClientGoneError: the client disconnected while it sent the body.
         """
         if self._served is not None and (full := self._served.service.full) is not None:
             raise queue_full(self._served.name, full)
@@ -194,15 +194,15 @@ class Call:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def ask(self, served: Served, request: Request) -> Answered:
-        """Have a request answered, unless its time is over or its client goes. Its body must have been read.
+        """Have a request answered, unless its deadline passes or its client disconnects. Read the body first.
 
         Args:
-            served: the model, as it was taken.
-            request: what is asked.
+            served: the model that `take` returned.
+            request: the request.
 
         Raises:
-            RefusedError: 503 (queue full, or the server ends), 504 (deadline), 500 (the engine failed).
-            ClientGoneError: nobody waits for the answer; what was not computed yet will not be.
+            RefusedError: 503 (queue full, or the server shuts down), 504 (deadline), 500 (the engine failed).
+            ClientGoneError: the client disconnected. What is not computed yet will not be computed.
         """
         self.observation.images = len(request.images)
         who = self._extensions.get(CONNECTION)
@@ -214,7 +214,7 @@ class Call:
         return answered
 
     def release(self) -> None:
-        """Let go of its model, and count its body as gone."""
+        """Release the model, and subtract the body from the held bytes."""
         if self._served is not None:
             self._served.release()
             self._served = None
@@ -230,13 +230,13 @@ class Call:
 
     @contextmanager
     def _watched(self, abandon: Callable[[], None]) -> Iterator[None]:
-        """Call ``abandon`` when the client goes within the block."""
-        if self._when_gone is not None:
-            self._when_gone(abandon)
+        """Call ``abandon`` if the client disconnects within the block."""
+        if self._call_on_disconnect is not None:
+            self._call_on_disconnect(abandon)
             try:
                 yield
             finally:
-                self._when_gone(None)
+                self._call_on_disconnect(None)
             return
         watching: list[asyncio.Task[None]] = []
         later = asyncio.get_running_loop().call_later(
@@ -250,7 +250,7 @@ class Call:
                 task.cancel()
 
     async def _watch(self, abandon: Callable[[], None]) -> None:
-        """Call ``abandon`` when the client has gone. Its body was received whole: nothing else can come."""
+        """Call ``abandon`` when the client has disconnected. The body is complete, so nothing else can arrive."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         abandon()

@@ -1,6 +1,6 @@
-"""A connection's requests and answers: an answer in one write, a refusal by its head without a task, no body twice.
+"""The requests and responses of one connection: one write for each response, early refusals without a task.
 
-uvicorn 0.54 reads a body of any length behind an answer that was given early, and copies each body twice.
+uvicorn 0.54 reads a body of any length after an early response, and copies each body twice. Here neither happens.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ if TYPE_CHECKING:
 _HEAD_END = b"\r\n\r\n"
 _CLOSE = (b"connection", b"close")
 
-# For a request that was sent before its client could know that the server ends.
-_ON_ITS_WAY_S = 1.0
+# For a request that the client sent before it could know that the server shuts down.
+_IN_TRANSIT_S = 1.0
 
 
 class GuardedConnection(LimitedConnection):
-    """One connection; see `Limits`.
+    """One connection that keeps to `Limits` and answers.
 
     Args:
         limits: what a client may cost.
-        early_refusal: asked for each request that nothing is before on the connection, and told of what is no request.
-        settings: uvicorn's own.
+        early_refusal: called for each request that has no other before it on the connection, and for data that is not a
+            request.
+        settings: uvicorn's own settings.
     """
 
     def __init__(self, limits: Limits, early_refusal: EarlyRefusal, **settings: Any) -> None:
         super().__init__(limits, **settings)
         self._early_refusal = early_refusal
-        self._refused_early = False  # by its head: of this request there is no cycle
-        self._to_drop = 0  # bytes of the body of a request that was answered so
-        self._dropped = 0  # those of them that the parser had
-        self._tell_gone: Callable[[], None] | None = None
+        self._refused_early = False  # the request was refused by its head and has no cycle
+        self._to_drop = 0  # bytes of the refused request's body that are still to be skipped
+        self._dropped = 0  # bytes of that body that the parser consumed
+        self._on_disconnect: Callable[[], None] | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
+        """Inform the request's handler that the client disconnected."""
         super().connection_lost(exc)
-        if self._tell_gone is not None:
-            self._tell_gone()
+        if self._on_disconnect is not None:
+            self._on_disconnect()
 
     def data_received(self, data: bytes) -> None:
-        """Take in bytes."""
+        """Parse received bytes, or skip them if they belong to the body of a refused request."""
         if self._unreadable:
             return
         rest = memoryview(data)
         if self._to_drop:
             rest = self._drop(rest)
         elif not self._in_body and (end := data.find(_HEAD_END) + len(_HEAD_END)) >= len(_HEAD_END):
-            # By itself: the body of a request that is refused by its head needs no parser.
+            # The head goes to the parser alone: the body of a request that is refused by its head needs no parser.
             self._take(rest[:end])
             rest = self._drop_body(rest[end:])
         if rest:
@@ -66,7 +67,7 @@ class GuardedConnection(LimitedConnection):
             self._linger()
 
     def _drop_body(self, data: memoryview) -> memoryview:
-        """Begin to pass over a body behind its head, where its request is answered and its length known."""
+        """Start to skip the body of a refused request, if its length is known. Return the data behind the body."""
         if self._refused_early and self._in_body:
             length = next(
                 (int(value.lstrip(b"0") or b"0") for name, value in self.headers if name == b"content-length"), 0
@@ -75,7 +76,7 @@ class GuardedConnection(LimitedConnection):
         return self._drop(data) if self._to_drop else data
 
     def _drop(self, data: memoryview) -> memoryview:
-        """Pass over the body of a refused request; what is behind it."""
+        """Skip the body of a refused request. Return the data behind it."""
         self._unset_keepalive_if_required()
         passed = min(self._to_drop, len(data))
         self._to_drop -= passed
@@ -84,7 +85,7 @@ class GuardedConnection(LimitedConnection):
             self._linger_timer.end()
             self._renew_parser()
             if not self.transport.is_closing():
-                self._lie_idle()
+                self._start_keep_alive()
         return data[passed:]
 
     def _begin_request(self) -> None:
@@ -95,15 +96,15 @@ class GuardedConnection(LimitedConnection):
             self._refused_early = False
             super()._begin_request()
             whole = functools.partial(self._answer, self.cycle)
-            self.scope["extensions"] = cast("Any", {WHOLE: whole, GONE: self._when_gone, CONNECTION: self})
+            self.scope["extensions"] = cast("Any", {WHOLE: whole, GONE: self._call_on_disconnect, CONNECTION: self})
         else:
             self._refused_early, self._dropped = True, 0
             self._write(*found)
             self.on_response_complete()
-            self._in_body = True  # its end has mostly come, too: see `data_received` for one that has not
+            self._in_body = True  # mostly its end is here already: `data_received` handles the other case
 
     def on_body(self, body: bytes) -> None:
-        """A part of its body is there."""
+        """Keep a part of the request's body."""
         self._chunked_bytes += len(body)
         if self._refused_early:
             self._dropped += len(body)
@@ -120,15 +121,15 @@ class GuardedConnection(LimitedConnection):
             except MemoryError:
                 self._refuse(no_memory())
             return
-        # Most bodies come in one part: the application gets the very bytes.
+        # Most bodies arrive in one part. The application then gets these bytes without a copy.
         cycle.body = body  # type: ignore[assignment]
         if len(body) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
         cycle.message_event.set()
 
     def on_message_complete(self) -> None:
-        """Its body is there."""
-        if self.parser.should_upgrade():  # its head is: see `_read_on`
+        """Finish a request whose body is complete."""
+        if self.parser.should_upgrade():  # only its head is complete: see `_read_upgrade_body`
             return
         self._in_body = False
         self._linger_timer.end()
@@ -136,32 +137,32 @@ class GuardedConnection(LimitedConnection):
             super().on_message_complete()
         idle = self.timeout_keep_alive_task is None and not self.pipeline and not self.transport.is_closing()
         if idle and (self._refused_early or self.cycle.response_complete):
-            self._lie_idle()
+            self._start_keep_alive()
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for the one that is being answered."""
+        """Number of requests on this connection that wait for the one being answered."""
         return len(self.pipeline)
 
     def shutdown(self) -> None:
-        """The server ends: answer the request that is coming or on its way, and close.
+        """Shut the connection down: answer the request that is arriving, and close.
 
-        The answer tells the client that the connection is closed. Where nothing comes for a moment, nothing is lost.
+        The response tells the client that the connection closes. If nothing arrives within a moment, nothing is lost.
         """
         if self._is_idle:
-            self.loop.call_later(_ON_ITS_WAY_S, self._end_idle)
+            self.loop.call_later(_IN_TRANSIT_S, self._end_idle)
         else:
             super().shutdown()
 
-    def _when_gone(self, tell: Callable[[], None] | None) -> None:
-        self._tell_gone = tell
+    def _call_on_disconnect(self, tell: Callable[[], None] | None) -> None:
+        self._on_disconnect = tell
         if tell is not None and self.transport.is_closing():
             tell()
 
     def _answer(self, cycle: RequestResponseCycle, response: Response, headers: Headers) -> bool:
-        """Answer a request in one write, where its client reads on; whether it was done.
+        """Write a response at once if its client still reads. Return whether it was written.
 
-        uvicorn's ``send`` writes head and body one after the other: two segments, for each of which a client wakes up.
+        uvicorn's ``send`` writes head and body one after the other. A client then wakes up for each of two segments.
         """
         if self.flow.write_paused or cycle.disconnected or cycle.response_started:
             return False
@@ -169,17 +170,17 @@ class GuardedConnection(LimitedConnection):
         cycle.response_started = cycle.response_complete = True
         cycle.message_event.set()
         cycle.on_response()
-        cycle.scope["extensions"] = {}  # they hold the cycle, which would wait for the garbage collector
+        cycle.scope["extensions"] = {}  # they refer to the cycle, which would stay until the garbage collector runs
         return True
 
     def _refuse(self, refused: RefusedError) -> None:
-        """Have the application refuse the request whose body comes, in its turn; what still comes of it is dropped."""
+        """Let the application refuse the request whose body is arriving, in its turn. Drop the rest of the body."""
         self.cycle.body = bytearray()
         _extensions(self.cycle)[FAULT] = refused
         self.cycle.message_event.set()
 
     def _write(self, response: Response, headers: Headers, *, head_only: bool = False, last: bool = False) -> None:
-        """Write an answer, and close where it is the last, which it may say itself."""
+        """Write a response. Close the connection after it if it is the last or its headers say so."""
         if last and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
         lines = [b"%s: %s\r\n" % pair for pair in (*self.server_state.default_headers, *headers)]
@@ -190,11 +191,11 @@ class GuardedConnection(LimitedConnection):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether every request has its answer."""
+        """Whether every request has its response."""
         return self.cycle is None or self.cycle.response_complete
 
     def _is_plain(self) -> bool:
-        """Whether nothing is before this request, and nothing ends after it."""
+        """Whether no request is before this one and the connection stays open after it."""
         return (
             self._is_idle
             and not self.flow.write_paused
@@ -204,14 +205,14 @@ class GuardedConnection(LimitedConnection):
         )
 
     def _end_idle(self) -> None:
-        if self._is_idle and not self._head_bytes:  # half a head is ended by its timer
+        if self._is_idle and not self._head_bytes:  # the head's timer ends an incomplete head
             self._close()
 
     def _end(self, refused: RefusedError) -> None:
-        """Read no further, and close when all that was asked before is answered.
+        """Stop reading, and close once all earlier requests are answered.
 
-        Where a body ends so, its request is refused; where no request does, nothing is before it and its answer would
-        not be taken for another's, this is told to the client.
+        If the body of a request is at fault, that request is refused. If there is no request, the client gets the
+        refusal as a response, provided that nothing is before it and no request could be confused with it.
         """
         self._unreadable = True
         if self.cycle is not None and not self.cycle.response_complete:
@@ -219,12 +220,12 @@ class GuardedConnection(LimitedConnection):
             if self._in_body:
                 self._refuse(refused)
                 return
-        elif not self._in_body:  # or it has its answer, and is closed in a moment: see `_linger`
+        elif not self._in_body:  # else it has its response, and `_linger` closes it in a moment
             self._write(*self._early_refusal.unread(refused), last=True)
             return
         self._early_refusal.unread(refused)
 
 
 def _extensions(cycle: RequestResponseCycle) -> dict[str, Any]:
-    """What the application is told beside the request; ASGI's types know none of ours."""
+    """Return the ASGI extensions of a request. ASGI's types do not know the project's own."""
     return cast("dict[str, Any]", cycle.scope["extensions"])

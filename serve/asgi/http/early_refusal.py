@@ -1,6 +1,6 @@
-"""What is refused without a task: a request for a model whose queue is full, and what is no request.
+"""Refusals without a task: of a request for a model whose queue is full, and of data that is not a request.
 
-Under overload most requests end with a full queue, and what they cost is taken from those that are answered.
+Under overload most requests meet a full queue, and their cost slows down the others.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _ROUTES = {2: "/predictions/{name}", 3: "/predictions/{name}/{version}"}
 
 
 class EarlyRefusal:
-    """Refuses for one application what needs no task. Used in its event loop.
+    """Refuses requests of one application that need no task. Use it in the application's event loop.
 
-    The answer, and what observers are told, are those that the application would give and tell.
+    The response and the observation are the same as the application's.
 
     Args:
-        application: whose routes, models and tokens these are.
+        application: the application with the routes, models and tokens.
     """
 
     def __init__(self, application: Application) -> None:
@@ -34,12 +34,12 @@ class EarlyRefusal:
     def __call__(
         self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]
     ) -> tuple[Response, Headers] | None:
-        """The refusal of a request and all its headers; None: the application answers it.
+        """Return the refusal of a request and all its headers. None: the application must answer the request.
 
         Args:
-            method: in capitals.
-            url: path and query, as they came.
-            headers: with names in lower case.
+            method: the method in capitals.
+            url: path and query, as received.
+            headers: the headers, with names in lower case.
         """
         application = self._application
         if method not in (b"POST", b"PUT") or not url.startswith(b"/predictions/") or application.draining:
@@ -54,7 +54,7 @@ class EarlyRefusal:
         if served is None or (full := served.service.full) is None:
             return None
         given = dict(headers)
-        if not self._may_ask(given):
+        if not self._is_authorised(given):
             return None
         observation = Observation(
             request_id(given.get(b"x-request-id", b"").decode("latin-1")), route, served.name, served.version
@@ -65,12 +65,12 @@ class EarlyRefusal:
         return response, self._observed(response, observation, began)
 
     def unread(self, refused: RefusedError) -> tuple[Response, Headers]:
-        """The answer to what is no request, and all its headers. The connection is closed behind it."""
+        """Return the response to data that is not a request, and all its headers. The connection closes after it."""
         response = refusal_response(refused)
         observation = Observation(request_id(""), status=refused.status, refusals=(refused.kind,))
         return response, self._observed(response, observation, time.monotonic())
 
-    def _may_ask(self, given: Mapping[bytes, bytes]) -> bool:
+    def _is_authorised(self, given: Mapping[bytes, bytes]) -> bool:
         """Whether a request has a valid token, or needs none."""
         tokens = self._application.tokens
         try:
@@ -81,7 +81,7 @@ class EarlyRefusal:
         return True
 
     def _observed(self, response: Response, observation: Observation, began: float) -> Headers:
-        """All headers of an answer, of which the observers are told."""
+        """Inform the observers of a response. Return all its headers."""
         headers = self._application.headers(response, observation, began)
         self._application.observe(observation, began)
         return headers
@@ -89,6 +89,9 @@ class EarlyRefusal:
 
 @functools.lru_cache(maxsize=256)
 def _refusal(model: str, reason: str) -> tuple[str, Response]:
-    """The word for a refusal, and its answer without what is this request's: as long as a queue is full, it is one."""
+    """Return the kind and the response of a refusal, without the headers of one request.
+
+    It is computed once for as long as a queue is full.
+    """
     refused = queue_full(model, reason)
     return refused.kind, refusal_response(refused)

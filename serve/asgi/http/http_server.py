@@ -1,4 +1,4 @@
-"""uvicorn and uvloop as they serve here: their limits, their end, and the lock of Python beside busy threads."""
+"""uvicorn and uvloop, configured for this server: timeouts, shutdown, and the share of Python's lock."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ if TYPE_CHECKING:
     from serve.asgi.http.server_settings import Settings
 
 _LOG = logging.getLogger(__name__)
-# A switch costs a few microseconds, and is made only where another thread waits. Under four times its capacity a small
-# network's server answered 41 % of capacity with CPython's 5 ms, 76 % with 0.5 ms, 108 % with this and 115 % with 0.01;
-# of ResNet-18, 88 and 93 % (medians of rounds in turns, 2 cores). What it answers at capacity does not depend on it.
+# A switch costs a few microseconds and happens only if another thread waits. Under four times its capacity, the server
+# of a small network answered 41 % of capacity with CPython's 5 ms, 76 % with 0.5 ms, 108 % with this value and 115 %
+# with 0.01 ms. For ResNet-18 the share was 88 % with 5 ms and 93 % with this value. These are medians of rounds in
+# turns, on 2 cores. The answers at capacity do not depend on it.
 _SWITCH_S = 5e-5
-# For a client's handshake by TLS: as for the headers of a request.
+# For a client's TLS handshake. The same time as for the headers of a request.
 _HANDSHAKE_S = 10.0
-# For a client that is told by TLS that its connection is closed, to read what is left and say the same. One in a pool
-# is read by nobody: the server's end takes that long.
+# For the end of a TLS connection: the client reads the rest and confirms. Nobody reads a connection that lies in a
+# client's pool, so the shutdown of the server takes that long.
 _GOODBYE_S = 5.0
-# For a connection that is accepted in the moment in which the server ends: a client's handshake takes two ways.
+# For a connection that is accepted while the server shuts down. A handshake takes two round trips.
 _LAST_HANDSHAKE_S = 1.0
-# What is open beside connections: archives, libraries, devices.
+# Open files beside connections: archives, libraries, devices.
 _OTHER_FILES = 256
 
 
 def uvicorn_config(application: Application, settings: Settings) -> uvicorn.Config:
-    """How uvicorn serves an application."""
+    """Return uvicorn's configuration for an application."""
     tls = settings.listening.tls
     config = uvicorn.Config(
         application,
@@ -59,44 +60,44 @@ def uvicorn_config(application: Application, settings: Settings) -> uvicorn.Conf
         timeout_graceful_shutdown=max(1, round(settings.drain_s)),
         ssl_context_factory=None if tls is None else lambda *_: tls.context,
     )
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a warning for each request that is no HTTP
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of each request that is not HTTP
     return config
 
 
 class Loop(uvloop.Loop):
-    """uvloop, which gives a TLS client a minute for its handshake and half of one for its end by default."""
+    """uvloop with shorter TLS timeouts. Its own are a minute for the handshake and half a minute for the end."""
 
     async def create_server(self, *args: Any, ssl: Any = None, **settings: Any) -> Any:
-        """Listen; uvicorn 0.54 says nothing of either."""
+        """Listen with TLS timeouts. uvicorn 0.54 sets none."""
         if ssl is not None:
             settings |= {"ssl_handshake_timeout": _HANDSHAKE_S, "ssl_shutdown_timeout": _GOODBYE_S}
         return await super().create_server(*args, ssl=ssl, **settings)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, whose signals are somebody else's: it raises them again when it ends, and would not exit with 0."""
+    """uvicorn without its signal handlers. They raise a signal again at exit, so that the exit code is not 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture no signals."""
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End."""
+        """Shut the server down."""
         self.should_exit = True
 
     async def stop(self, opened: socket.socket, file: SocketFile | None = None) -> None:
-        """Listen no more, and let what was accepted be answered.
+        """Stop listening, and let accepted requests be answered.
 
-        The file of a unix socket is removed in the same moment: what is there later is another server's.
+        The file of a unix socket is removed first. A file that is there later belongs to another server.
 
-        A client whose connection waits to be accepted when the socket is closed gets a reset for its request: all that
-        wait are accepted in the moment before. Those that shake no hands by TLS in a moment are closed.
+        A client that waits to be accepted when the socket closes gets a reset. So all waiting connections are accepted
+        just before. A connection without a TLS handshake within a moment is closed.
         """
         if file is not None:
             file.remove()
         waiting = []
-        with contextlib.suppress(OSError):  # there is none, or no file for one
+        with contextlib.suppress(OSError):  # none is left, or no file descriptor is free
             while True:
                 waiting.append(opened.accept()[0])
         for server in self.servers:
@@ -105,20 +106,23 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for what was accepted, and end what takes longer: uvicorn 0.54 cancels its task, and leaves it there."""
+        """Wait for accepted requests, and end those that take longer.
+
+        uvicorn 0.54 cancels their tasks but does not wait for them.
+        """
         await super().shutdown(sockets)
         await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
 
     async def _take_up(self, accepted: socket.socket) -> None:
         secure = self.config.ssl
-        handshake_s, goodbye_s = (None, None) if secure is None else (_LAST_HANDSHAKE_S, _GOODBYE_S)
-        with contextlib.suppress(OSError):  # it speaks no TLS, has gone, or took too long: nobody else's matter
+        handshake_s, shutdown_s = (None, None) if secure is None else (_LAST_HANDSHAKE_S, _GOODBYE_S)
+        with contextlib.suppress(OSError):  # no TLS, disconnected, or too slow: this concerns no other connection
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._connection,
                 accepted,
                 ssl=secure,
                 ssl_handshake_timeout=handshake_s,
-                ssl_shutdown_timeout=goodbye_s,
+                ssl_shutdown_timeout=shutdown_s,
             )
 
     def _connection(self) -> asyncio.Protocol:
@@ -129,11 +133,11 @@ class HttpServer(uvicorn.Server):
 
 @contextlib.contextmanager
 def share_python_lock() -> Iterator[None]:
-    """Have a thread that waits for Python's lock get it soon.
+    """Give a thread that waits for Python's lock its turn soon.
 
-    An event loop that always has something to do lets go of the lock behind each callback, and takes it again before
-    a thread that waits for it has woken up (uvloop 0.23, CPython 3.11). By default such a thread asks for its turn
-    after 5 ms: behind refusals decoders and engine stood still, with a fifth of the processor idle.
+    A busy event loop releases the lock after each callback. It takes the lock again before a waiting thread has woken
+    up (uvloop 0.23, CPython 3.11). By default such a thread requests its turn after 5 ms. During many refusals decoders
+    and engine stood still, while a fifth of the processor was idle.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
@@ -144,9 +148,10 @@ def share_python_lock() -> Iterator[None]:
 
 
 def raise_file_limit(limits: Limits, ports: int) -> Limits:
-    """Let this process open a file for each connection of each port; where it may not, fewer connections are taken.
+    """Let this process open a file for each connection of each port. Return the limits that it can keep.
 
-    At its limit of open files a server accepts nobody and tells nobody.
+    If the operating system allows fewer files, fewer connections are accepted. A server at its limit of open files
+    accepts nobody and does not say so.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = ports * limits.connections + _OTHER_FILES

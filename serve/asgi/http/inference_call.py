@@ -1,4 +1,4 @@
-"""One request to a model's service from the event loop, whatever protocol it came by."""
+"""One call of a model's service from the event loop, for every protocol."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class ClientGoneError(Exception):
-    """The client has gone: there is nobody to answer."""
+    """The client disconnected, so nobody waits for the response."""
 
 
 class InferenceCall:
-    """A request on its way through a service. Used in the event loop, once.
+    """A request on its way through a service. Use it in the event loop, once.
 
-    It has until its deadline, and no longer than ``response_timeout_s`` of how the model is served.
+    It has time until its deadline, but at most the ``response_timeout_s`` of the model's serving settings.
 
     Args:
-        served: who answers; held by the caller until there is an answer.
-        request: what is asked.
-        deadline: when the client will have gone, in seconds of `time.monotonic`; None: never.
-        here: the block in which the event loop may compute it; None: it may not.
+        served: the model. The caller holds it until there is an answer.
+        request: the request.
+        deadline: when the client gives up, in seconds of `time.monotonic`. None: never.
+        here: the block in which the event loop may compute the answer itself. None: it may not.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class InferenceCall:
         self._gone = False
 
     async def answered(self) -> Answered:
-        """The service's answer. Where it is not waited for any more, or is cancelled, nothing more is computed for it.
+        """Return the service's answer. On a timeout, a disconnect or a cancellation nothing more is computed.
 
         Raises:
             RefusedError: 503 (queue full, or closed), 504 (deadline), 500 (the engine failed).
-            ClientGoneError: it was abandoned.
+            ClientGoneError: the call was abandoned.
         """
         if self._gone:
             raise ClientGoneError
@@ -77,7 +77,7 @@ class InferenceCall:
             self._outcome = None
 
     def abandon(self) -> None:
-        """Say that the client has gone."""
+        """Give up the call, because the client disconnected."""
         self._gone = True
         self._fail(ClientGoneError())
 
@@ -95,7 +95,8 @@ class InferenceCall:
     def _settle(self, computing: Future[Answered]) -> None:
         if self._outcome is None or self._outcome.done():
             return
-        # Asked for, not caught: its traceback would hold what has it, which waited for the garbage collector.
+        # `exception()` returns the error. A caught one has a traceback that refers to its owner, which then stays until
+        # the garbage collector runs.
         error = CancelledError() if computing.cancelled() else computing.exception()
         if error is None:
             self._outcome.set_result(computing.result())

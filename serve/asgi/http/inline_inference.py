@@ -1,6 +1,6 @@
-"""Inference in the event loop itself, where nobody else would wait for it meanwhile.
+"""Inference in the event loop itself, if no other request has to wait for it.
 
-For a client that asks one image after the other, two changes of threads are some 3 % of ResNet-18's time.
+It saves a client that sends one image after the other two switches of threads: some 3 % of ResNet-18's time.
 """
 
 from __future__ import annotations
@@ -15,67 +15,69 @@ if TYPE_CHECKING:
     from serve.asgi.http.served_models import Served
     from serve.runtime.service.protocol import Request
 
-# The most that an engine may take for an image, so that whoever comes meanwhile (health, metrics) hardly waits.
+# The most seconds that an engine may take for an image. Requests that arrive meanwhile (health, metrics) hardly wait.
 _QUICK_S = 0.01
-# What its header does not tell of a JPEG as small as a service takes for lone costs 33 ms at most (100 scans); a TIFF's
-# strips and a PNG's texts cost 0.2 s.
+# Only JPEG: a service accepts small images alone, and a small JPEG costs at most 33 ms (100 scans) beyond what its
+# header shows. The strips of a TIFF and the texts of a PNG cost 0.2 s.
 _JPEG = b"\xff\xd8\xff"
-# For so long after two asked at once, others may again: with the loop computing, images were not decoded meanwhile.
+# Seconds after concurrent requests in which the loop computes nothing. More may follow, and images are not decoded
+# while the loop computes.
 _CROWDED_S = 1.0
 
 
-class Asker(Protocol):
-    """A connection: another one is another client."""
+class ClientConnection(Protocol):
+    """A connection. Another connection counts as another client."""
 
     @property
     def waiting(self) -> int:
-        """How many of its requests wait for the one that is being answered."""
+        """Number of its requests that wait for the one being answered."""
 
 
 class InlineInference:
-    """Who asks, and whether they ask one by one. Used in the event loop; ``job`` is read by other threads.
+    """Decides whether requests arrive one by one. Use it in the event loop; other threads may read ``job``.
 
     Attributes:
-        job: what the loop computes now, and a number that is given once; None: nothing.
+        job: the model that the loop runs now, and a unique number. None: it runs none.
 
     Args:
-        in_flight: how many requests are being received or answered.
+        in_flight: returns the number of requests that are being received or answered.
     """
 
     job: tuple[Served, int] | None = None
 
     def __init__(self, in_flight: Callable[[], int]) -> None:
         self._in_flight = in_flight
-        self._crowded = float("-inf")  # when two were seen at once
-        self._last: Asker | None = None  # for whom it has computed in this turn of the loop or the two before
+        self._last_concurrent = float("-inf")  # when two requests were last in flight at once
+        # The client of the last inference, in this turn of the loop or the two before.
+        self._last: ClientConnection | None = None
         self._computed = 0
 
-    def allows(self, who: Asker, served: Served, request: Request) -> bool:
+    def allows(self, who: ClientConnection, served: Served, request: Request) -> bool:
         """Whether the loop may compute a request now.
 
         Args:
-            who: asks.
+            who: the connection of the request.
             served: the model.
-            request: what is asked.
+            request: the request.
         """
         now = time.monotonic()
-        if self._in_flight() > 1 or self._last not in (None, who):  # or it came while the loop was computing
-            self._crowded = now
+        if self._in_flight() > 1 or self._last not in (None, who):  # or it arrived while the loop was computing
+            self._last_concurrent = now
         (image, *more) = request.images
         quick = served.service.here_s <= _QUICK_S and isinstance(image, bytes) and image.startswith(_JPEG) and not more
-        return quick and not who.waiting and now - self._crowded > _CROWDED_S
+        return quick and not who.waiting and now - self._last_concurrent > _CROWDED_S
 
     @contextmanager
-    def computing(self, who: Asker, served: Served) -> Iterator[None]:
-        """For the block in which the loop computes."""
+    def computing(self, who: ClientConnection, served: Served) -> Iterator[None]:
+        """Mark the block in which the loop computes."""
         self._computed += 1
         self._last, self.job = who, (served, self._computed)
         try:
             yield
         finally:
             self.job = None
-            # What has come meanwhile is read in the next turn, behind what is to be called then, and asked for by its
-            # task in the one after.
+            # A request that arrived meanwhile is read in the next turn, behind the calls that are due then. Its task
+            # calls `allows` in the turn after.
             self._forget(turns=2)
 
     def _forget(self, turns: int) -> None:

@@ -1,4 +1,4 @@
-"""Where the server listens, and who can reach it there."""
+"""The address where the server listens, and who can reach it there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from serve.asgi.http.tls import Tls
 from serve.runtime.errors import UserError
 
-# Connections that wait to be accepted: as many as uvicorn has wait, by default.
+# Connections that wait to be accepted. uvicorn's default is the same.
 _WAITING = 2048
 
 
@@ -24,13 +24,13 @@ class Listening:
     """An address, and what protects it.
 
     Attributes:
-        host: a name or an address; only loopback where ``expose`` is not set.
-        port: 0: any that is free.
-        path: of a unix socket instead, which only this user may open.
-        expose: whether others than this machine may reach it.
-        certificate: file of a certificate chain in PEM: TLS.
+        host: a name or an address. Without ``expose`` only loopback is allowed.
+        port: the port. 0: any free port.
+        path: path of a unix socket to use instead. Only this user may open it.
+        expose: whether other machines may reach the server.
+        certificate: file of a certificate chain in PEM. It turns TLS on.
         key: file of its private key.
-        client_authorities: file of the authorities whose clients alone are let in, by a certificate of their own.
+        client_authorities: file of authorities. Only clients with a certificate of one of them may connect.
     """
 
     host: str = "127.0.0.1"
@@ -55,7 +55,7 @@ class Listening:
         ):
             if path is not None and not path.is_file():
                 raise UserError(f"{option}: there is no file {path}")
-        _ = self.tls  # files that make none are told at once
+        _ = self.tls  # reports unusable files at once
         if self.path is None and not self.expose and not _is_loopback(self.host):
             raise UserError(
                 f"--host {self.host} lets others than this machine in: add --expose if that is meant, or listen on "
@@ -64,42 +64,42 @@ class Listening:
 
     @functools.cached_property
     def tls(self) -> Tls | None:
-        """By which all that listens speaks TLS; None: it does not."""
+        """The TLS files for everything that listens here. None: no TLS."""
         if self.certificate is None:
             return None
         return Tls(self.certificate, self.key, self.client_authorities)
 
     def open(self) -> socket.socket:
-        """Take the address, so that nobody else can; who connects waits until the server accepts it.
+        """Bind the address and listen. A client that connects waits until the server accepts it.
 
-        It listens at once: two sockets with SO_REUSEADDR may be bound to one port, and only the first of them can
-        listen. uvloop 0.23 says nothing where it cannot, and the server would be ready with nobody listening.
+        The socket listens at once. Two sockets with SO_REUSEADDR may be bound to one port, but only the first can
+        listen. uvloop 0.23 hides that error, and the server would be ready while nobody listens.
 
         Raises:
-            UserError: it is taken, or cannot be.
+            UserError: the address is taken or cannot be used.
         """
         return self._open_unix(self.path) if self.path is not None else self._open_tcp(self.port)
 
     def join(self, port: int) -> socket.socket:
-        """Listen beside another process of this user that let it; the kernel deals out who connects from then on.
+        """Listen beside another process of this user. The kernel then distributes new connections.
 
         Args:
-            port: where the other listens, by a socket that was given to `shared`.
+            port: the port of the other process, whose socket was passed to `shared`.
 
         Raises:
-            UserError: it cannot be.
+            UserError: the port cannot be used.
         """
         return self._open_tcp(port, beside=True)
 
     def socket_file(self) -> SocketFile | None:
-        """The file of the unix socket that `open` made just now; None: it is none of a path."""
+        """Return the file of the unix socket that `open` has just made. None: there is no unix socket."""
         if self.path is None:
             return None
         found = self.path.lstat()
         return SocketFile(self.path, found.st_dev, found.st_ino)
 
     def url(self, opened: socket.socket) -> str:
-        """The address for a person: of a socket that `open` gave."""
+        """Return the address of an opened socket, for a person."""
         if self.path is not None:
             return f"unix:{self.path}"
         host, port = opened.getsockname()[:2]
@@ -107,7 +107,7 @@ class Listening:
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def opens(self, *, tokens: bool) -> list[str]:
-        """What a person should know of who can reach it; empty for this user's own socket with tokens."""
+        """Return notes on who can reach the server. There are none for a unix socket with tokens."""
         told = []
         if self.path is None and self.expose:
             told.append(f"exposed: whoever reaches {self.host}:{self.port} over the network can ask")
@@ -119,7 +119,7 @@ class Listening:
         return told
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which reads the files of TLS by itself."""
+        """Leave the TLS files out. Another process reads them itself."""
         return {name: value for name, value in self.__dict__.items() if name != "tls"}
 
     def _open_tcp(self, port: int, *, beside: bool = False) -> socket.socket:
@@ -130,7 +130,7 @@ class Listening:
             opened = socket.socket(family, kind, protocol)
         except OSError as error:
             raise UserError(f"--host {self.host}: {error.strerror}") from None
-        except UnicodeError:  # a label of it is empty, or has more than 63 characters
+        except UnicodeError:  # a label is empty or longer than 63 characters
             raise UserError(f"--host {self.host}: it is no name of a host") from None
         try:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -165,21 +165,22 @@ class Listening:
 
 
 def shared(opened: socket.socket) -> None:
-    """Let other processes of this user listen beside a socket (SO_REUSEPORT of Linux 3.9: an even share for each).
+    """Let other processes of this user listen on the port of a socket too.
 
-    It may listen already: a socket that was opened by itself has seen before that nobody else has the address.
+    Linux (3.9) gives each process an even share, by SO_REUSEPORT. The socket may listen already. It was opened without
+    the option, which proves that nobody else had the address.
     """
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
 
 @dataclass(frozen=True)
 class SocketFile:
-    """The file of a unix socket, told from another that is put in its place later.
+    """The file of a unix socket, identified even if another file takes its path later.
 
     Attributes:
-        path: where it was made.
-        device: of its file system.
-        inode: its number there, which no other file gets while the socket is open.
+        path: where the file was created.
+        device: the number of its file system.
+        inode: its inode. No other file gets it while the socket is open.
     """
 
     path: Path
@@ -187,9 +188,9 @@ class SocketFile:
     inode: int
 
     def remove(self) -> None:
-        """Remove it, where it is still there: after somebody else has, the path may be another server's.
+        """Remove the file if it is still there. The path may belong to another server by now.
 
-        Called while the socket is open.
+        Call it while the socket is open.
         """
         with suppress(FileNotFoundError):
             found = self.path.lstat()
@@ -198,10 +199,10 @@ class SocketFile:
 
 
 def _remove_dead_socket(path: Path) -> None:
-    """Remove a socket that a server left behind, and nothing else.
+    """Remove a socket that a dead server left behind, and nothing else.
 
     Raises:
-        UserError: it is no socket, or somebody listens there.
+        UserError: the file is not a socket, or a server listens there.
     """
     try:
         mode = path.lstat().st_mode

@@ -1,4 +1,4 @@
-"""The parts of a ``multipart/form-data`` body, in memory: its size was bounded when it was received."""
+"""Parses ``multipart/form-data`` bodies in memory. Their size was limited on arrival."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_PARTS = 64
 
 @dataclass
 class Part:
-    """One part: its field's name, content type (lower case, without parameters; empty if none) and content."""
+    """One part: its field's name, content type (lower case, without parameters, empty if none) and content."""
 
     name: str = ""
     content_type: str = ""
@@ -23,14 +23,14 @@ class Part:
 
 
 def parts_of(body: bytes, content_type: str) -> Sequence[Part]:
-    """The parts of a form, in order.
+    """Return the parts of a form, in order.
 
     Args:
-        body: the form, whole.
-        content_type: of the request, with its boundary.
+        body: the whole form.
+        content_type: the request's content type, with its boundary.
 
     Raises:
-        RequestError: it is no form, or has more than 64 parts, or ends too soon.
+        RequestError: the form is invalid, incomplete, or has more than 64 parts.
     """
     _, options = parse_options_header(content_type)
     boundary = options.get(b"boundary", b"")
@@ -49,7 +49,7 @@ def parts_of(body: bytes, content_type: str) -> Sequence[Part]:
 
 
 class _Collected:
-    """What a parser calls back with."""
+    """The callbacks of a parser, and the parts that they collect."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []

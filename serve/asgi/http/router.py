@@ -1,4 +1,4 @@
-"""Paths to what answers them: a tree of segments, in which ``{name}`` takes any one segment."""
+"""Maps paths to handlers, by a tree of segments in which ``{name}`` matches any one segment."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Handler = Callable[["Call"], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Route:
-    """What answers one path.
+    """The handler of one path.
 
     Attributes:
-        path: as it was added, such as ``/predictions/{name}``: the word for it in metrics and logs.
-        handler: answers a `Call`; what it refuses it raises as `RefusedError`.
-        public: whether it is answered without a token, as probes of the server's health are.
+        path: the pattern, for example ``/predictions/{name}``. Metrics and logs use it.
+        handler: answers a `Call`. It refuses a request by raising `RefusedError`.
+        public: whether it needs no token, like health probes.
     """
 
     path: str
@@ -32,7 +32,7 @@ class Route:
 
 @dataclass
 class _Node:
-    """One segment: the segments that may follow it, and what answers here, by method."""
+    """One segment: the segments that may follow it, and the routes that end here, by method."""
 
     literal: dict[str, _Node] = field(default_factory=dict)
     parameter: tuple[str, _Node] | None = None
@@ -40,22 +40,22 @@ class _Node:
 
 
 class Router:
-    """The routes of one application. Filled before it serves, read from the event loop."""
+    """The routes of one application. Fill it before the server starts, then read it in the event loop."""
 
     def __init__(self) -> None:
         self._root = _Node()
 
     def add(self, methods: str, path: str, handler: Handler, *, public: bool = False) -> None:
-        """Answer ``path`` with ``handler``.
+        """Add a route.
 
         Args:
-            methods: in capitals, with blanks between them: ``"GET"``, ``"POST PUT"``.
-            path: segments, of which ``{name}`` stands for any one and is given to the handler by that name.
+            methods: methods in capitals, separated by spaces: ``"GET"``, ``"POST PUT"``.
+            path: the pattern. ``{name}`` matches any one segment and becomes a parameter of that name.
             handler: see `Route`.
             public: see `Route`.
 
         Raises:
-            ValueError: the path is taken for one of the methods, or one place of it has two names.
+            ValueError: the path has a handler for one of the methods, or a placeholder has two names.
         """
         node = self._root
         for segment in path.strip("/").split("/"):
@@ -74,13 +74,13 @@ class Router:
             node.routes[method] = Route(path, handler, public)
 
     def find(self, method: str, raw_path: str) -> tuple[Route, dict[str, str]]:
-        """The route for a request, and what stands in the places of its parameters.
+        """Return the route of a request, and the values of its parameters.
 
-        A literal segment wins over a parameter. HEAD is answered as GET.
+        A literal segment wins over a placeholder. HEAD uses the route of GET.
 
         Args:
-            method: in capitals.
-            raw_path: with its percent signs: an encoded slash belongs to a segment.
+            method: the method in capitals.
+            raw_path: the path before percent-decoding. An encoded slash belongs to its segment.
 
         Raises:
             RefusedError: 404 or 405.

@@ -1,6 +1,6 @@
-"""The models that are served, by name and version: who answers a request, and how versions change places.
+"""The served models by name and version, and how versions replace each other.
 
-Changed and read in the event loop only.
+Use it in the event loop only.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Served:
     """One version of a model, open and warm.
 
     Attributes:
-        name: of the model, as it is asked for.
-        version: a word such as ``1.0``.
-        predictor: the opened artifact: its card, engine and description. Only the service runs it.
-        serving: how it is served.
+        name: the model's name in requests.
+        version: for example ``1.0``.
+        predictor: the opened artifact with its card, engine and description. Only the service runs it.
+        serving: the serving settings.
         service: answers requests.
-        weight: its share of the requests that ask for no version, against the other versions'; 0: none.
-        checked: what was seen of it before it was called ready, a line each.
-        unchecked: why it is ready without having been asked for a known answer; empty: it gave it.
-        digest: SHA-256 of that archive.
-        lost: whether its device is, or its engine hangs: the process ends.
+        weight: share of the requests without a version, relative to the other versions. 0: none.
+        checked: the checks that it passed before it was ready, a line each.
+        unchecked: why its known answer was not checked. Empty: it was.
+        digest: SHA-256 of the archive.
+        lost: whether its device is lost or its engine hangs. The process then ends.
     """
 
     name: str
@@ -50,18 +50,18 @@ class Served:
 
     @property
     def ready(self) -> bool:
-        """Whether it answers as it should.
+        """Whether it can answer requests.
 
-        It was opened with every file as its card says, warm, and its known image answered; and its engine goes on.
+        All its files match the card, it is warm, it gave its known answer if it has one, and its engine does not stall.
         """
         return not self.lost and not self.service.stalls
 
     def hold(self) -> None:
-        """Keep its service open until `release`, though another version take its place meanwhile."""
+        """Keep its service open until `release`, even if another version replaces it."""
         self._holders += 1
 
     def release(self) -> None:
-        """Keep it open no longer, as far as one `hold` is concerned."""
+        """Undo one `hold`."""
         self._holders -= 1
         if self._holders == 0 and self._free is not None:
             self._free.set()
@@ -76,7 +76,7 @@ class Served:
             self.release()
 
     async def released(self) -> None:
-        """Wait until nobody holds it. It must be out of `Models` by then, or there is always somebody."""
+        """Wait until nobody holds it. Remove it from `Models` first, or new requests keep holding it."""
         while self._holders:
             self._free = asyncio.Event()
             await self._free.wait()
@@ -86,7 +86,7 @@ class Models:
     """The models by name and version.
 
     Args:
-        expected: names of the models that will be served, which are refused with 503 and not 404 until then.
+        expected: names of the models that will be served. Until then a request for them gets 503, not 404.
     """
 
     def __init__(self, expected: Sequence[str] = ()) -> None:
@@ -95,7 +95,7 @@ class Models:
         self._shares: dict[str, list[tuple[Served, int]]] = {}
 
     def __iter__(self) -> Iterator[Served]:
-        """Every version of every model, by name and version."""
+        """Yield every version of every model, by name and version."""
         for name in sorted(self._versions):
             for version in sorted(self._versions[name]):
                 yield self._versions[name][version]
@@ -107,18 +107,18 @@ class Models:
 
     @property
     def ready(self) -> bool:
-        """Whether every model that is expected is there, and every version of it as it should be."""
+        """Whether every expected model is loaded and every version is ready."""
         return all(name in self._versions for name in self.names) and all(served.ready for served in self)
 
     def versions(self, name: str) -> list[str]:
-        """The versions of a model, sorted; empty where it is unknown or not loaded yet."""
+        """Return the versions of a model, sorted. Empty if it is unknown or not loaded yet."""
         return sorted(self._versions.get(name, ()))
 
     def get(self, name: str, version: str | None = None) -> Served:
-        """The version that answers a request: the one that is named, or each in its turn by weight.
+        """Return the version that answers a request: the named one, or the next one by weight.
 
         Raises:
-            RefusedError: 404 where there is no such model or version; 503 where it is not loaded yet.
+            RefusedError: 404 if there is no such model or version, 503 if it is not loaded yet.
         """
         versions = self._versions.get(name)
         if versions is None:
@@ -130,7 +130,7 @@ class Models:
                 404, f"there is no model {name[:100]!r}{hint}; served are {', '.join(known) or 'none'}", "unknown-model"
             )
         if version is None:
-            return _in_turn([*versions.values()])
+            return _next_by_weight([*versions.values()])
         if version not in versions:
             raise RefusedError(
                 404,
@@ -140,20 +140,20 @@ class Models:
         return versions[version]
 
     def only(self, name: str, version: str | None = None) -> Served | None:
-        """The version that any such request goes to; None: there is none, or several take turns."""
+        """Return the version that every such request goes to. None: there is none, or several share the requests."""
         versions = self._versions.get(name, {})
         if version is not None:
             return versions.get(version)
         return next(iter(versions.values())) if len(versions) == 1 else None
 
     def replace(self, served: Mapping[str, Sequence[Served]]) -> list[Served]:
-        """Serve these versions by the models' names, and no others, from the next request on.
+        """Serve these versions and no others from the next request on.
 
-        Where a model's versions or weights are others than before, their turns begin anew: what a version had still to
-        get by the old ones would go to it though its weight be 0 now.
+        If the versions or weights of a model change, its round-robin starts again. Otherwise a version could get
+        requests from its old weight although its new weight is 0.
 
         Returns:
-            The versions that are out: to be released, drained and closed by the caller.
+            The versions that were removed. The caller waits for their release, then drains and closes them.
         """
         before = list(self)
         self.expected = tuple(served)
@@ -168,10 +168,10 @@ class Models:
         return [entry for entry in before if id(entry) not in staying]
 
 
-def _in_turn(versions: list[Served]) -> Served:
-    """The next of the versions, so that of any total-of-weights requests in a row each gets its weight.
+def _next_by_weight(versions: list[Served]) -> Served:
+    """Return the next version. Of any total-of-weights requests in a row, each version gets as many as its weight.
 
-    Smooth weighted round-robin, as nginx does it: each gains its weight, the richest is taken and pays the total.
+    Smooth weighted round-robin, as in nginx: each version gains its weight, the richest is chosen and pays the total.
     """
     if len(versions) == 1:
         return versions[0]

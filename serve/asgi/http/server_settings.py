@@ -1,4 +1,4 @@
-"""How the server serves. Nothing that is imported for it computes: who starts others needs no more than this."""
+"""The settings of the server. Nothing imported here computes, so a parent process can import it cheaply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve.asgi.http.call import Limits
 from serve.asgi.http.listen_sockets import Listening
 from serve.runtime.errors import UserError
 
-# That is waited for anything: a day. Threads cannot wait for ever, nor uvicorn.
+# Longest time for any setting: a day. Threads and uvicorn cannot wait without a limit.
 _LONGEST_S = 86_400
 
 
@@ -19,18 +19,18 @@ class Settings:
     """How the process serves.
 
     Attributes:
-        listening: where.
-        grpc_port: where gRPC listens, at the same host, with the same certificate; 0: any that is free; None: nowhere.
+        listening: the address.
+        grpc_port: port for gRPC, with the same host and certificate. 0: any free port. None: no gRPC.
         limits: what a client may cost.
-        token_file: see `Tokens`; None: nobody is asked for a token.
-        policy: what may be loaded.
-        gpu: index of the GPU for what runs on one; None: no GPU.
-        leave_out: whether the others are served where the engines of one model do not work here.
-        slow_s: seconds from which a request is logged as slow.
+        token_file: see `Tokens`. None: no token is needed.
+        policy: which archives may be loaded.
+        gpu: index of the GPU. None: no GPU.
+        leave_out: whether to serve the other models if no engine of one works here.
+        slow_s: seconds from which on a request is logged as slow.
         log_requests: whether every request is logged.
-        drain_delay_s: seconds from a signal to end until the server listens no more: time for who balances to see that
-            it is not ready.
-        drain_s: seconds for what was accepted by then.
+        drain_delay_s: seconds from the signal until the server stops listening. Load balancers see in this time that it
+            is not ready.
+        drain_s: seconds to answer the requests accepted by then.
     """
 
     listening: Listening = field(default_factory=Listening)
@@ -57,5 +57,5 @@ class Settings:
             ("--drain-timeout", self.drain_s),
             ("--body-timeout", self.limits.body_s),
         ):
-            if not 0 <= seconds <= _LONGEST_S:  # of nan neither holds
+            if not 0 <= seconds <= _LONGEST_S:  # false for nan
                 raise UserError(f"{option} must be at most {_LONGEST_S} seconds, got {seconds}")

@@ -1,4 +1,4 @@
-"""TLS by files that are renewed: who shakes hands after they were read anew gets the new ones, others keep theirs."""
+"""TLS with files that can be renewed: new handshakes use the new files, open connections stay."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from serve.runtime.errors import UserError
 
 @dataclass(frozen=True)
 class Secrets:
-    """What a server shows by TLS, and whom it lets in, as its files said when they were read.
+    """The contents of the TLS files at one time.
 
     Attributes:
-        context: made of the files.
-        chain: the certificate and those above it, in PEM.
-        key: its private key, in PEM.
-        authorities: those whose clients alone are let in, in PEM; None: anybody is.
+        context: made from the files.
+        chain: the certificate chain, in PEM.
+        key: the private key, in PEM.
+        authorities: the authorities whose clients may connect, in PEM. None: any client may.
     """
 
     context: ssl.SSLContext
@@ -27,33 +27,33 @@ class Secrets:
 
 
 class Tls:
-    """The files of TLS of one server, for all that listens there.
+    """The TLS files of one server, shared by everything that listens.
 
     Attributes:
-        newest: what handshakes are made by; may be replaced by what `read` returns, from any thread.
-        context: for a listener. Its handshakes are made by ``newest``.
+        newest: used for new handshakes. Any thread may replace it with a result of `read`.
+        context: for a listener. Its handshakes use ``newest``.
 
     Args:
         certificate: file of a certificate chain in PEM.
-        key: file of its private key; None: it is in the same file.
-        client_authorities: file of the authorities whose clients alone are let in.
+        key: file of its private key. None: it is in the same file.
+        client_authorities: file of the authorities whose clients may connect. None: any client may.
 
     Raises:
-        UserError: as `read`.
+        UserError: see `read`.
     """
 
     def __init__(self, certificate: Path, key: Path | None, client_authorities: Path | None) -> None:
         self._certificate, self._key, self._authorities = certificate, key, client_authorities
         self.newest = self.read()
         self.context = self.newest.context
-        # OpenSSL asks at each handshake, also of clients that name no server.
-        self.context.sni_callback = self._by_the_newest
+        # OpenSSL calls this at each handshake, also for clients that name no server.
+        self.context.sni_callback = self._use_newest
 
     def read(self) -> Secrets:
-        """Read the files; nobody is asked for a pass phrase.
+        """Read the files. There is no prompt for a pass phrase.
 
         Raises:
-            UserError: TLS cannot be spoken with them: which of them is at fault, and why.
+            UserError: the files cannot be used for TLS. The message names the file and the reason.
         """
         before = self._contents()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -66,8 +66,9 @@ class Tls:
                 right = "it must hold certificates in PEM"
                 context.load_verify_locations(self._authorities)
                 context.verify_mode = ssl.CERT_REQUIRED
-                # A session that is resumed asks for no certificate, and is the first context's for ever: who is let in
-                # no more would be. TLS 1.2 also resumes without a ticket, which Python (3.11) cannot forbid.
+                # A resumed session sends no certificate and stays with its first context. A client whose authority was
+                # removed could still connect. TLS 1.2 also resumes without a ticket, and Python (3.11) cannot forbid
+                # that.
                 context.minimum_version = ssl.TLSVersion.TLSv1_3
                 context.num_tickets = 0
         except OSError as error:
@@ -85,5 +86,5 @@ class Tls:
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
 
-    def _by_the_newest(self, handshake: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: object) -> None:
+    def _use_newest(self, handshake: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: object) -> None:
         handshake.context = self.newest.context

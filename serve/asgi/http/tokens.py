@@ -1,4 +1,4 @@
-"""The tokens that clients show, from a file that may change while the server runs."""
+"""The tokens of clients, from a file that may change while the server runs."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ _LOG = logging.getLogger(__name__)
 _TOKEN = re.compile(rb"[!-~]{16,512}")
 _MOST = 64
 _LARGEST_FILE = 1 << 16
-_LOOK_AGAIN_S = 1.0
+_CHECK_EVERY_S = 1.0
 
 
 class Tokens:
-    """The tokens of a file, one on each line; empty lines and those that begin with ``#`` count for nothing.
+    """The tokens of a file, one on each line. Empty lines and lines that begin with ``#`` are ignored.
 
-    Any of them is valid, so that one is replaced in three steps of which none refuses anybody: add the new one, give
-    it to the clients, remove the old. The file is looked at once a second and read anew when it has changed; while
-    what it holds then cannot be used, the tokens from before stay valid, and the log says why.
+    Every token in the file is valid. To replace one without a refused request: add the new one, give it to the clients,
+    remove the old one. The file is checked once a second and read again after a change. If the new content cannot be
+    used, the old tokens stay valid and the log says why.
 
     Args:
-        path: the file. Nobody but its owner may read or write it, this user or root; where it is root's, its group
-            may read it, as Kubernetes mounts secrets.
+        path: the file. Only its owner may read or write it, who is this user or root. If root owns it, its group may
+            read it, because Kubernetes mounts secrets so.
 
     Raises:
-        UserError: it cannot be used: missing, readable by others, without a token, or with one of less than 16
-            characters.
+        UserError: the file is missing, readable by others, without a token, or has a token of less than 16 characters.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,7 +44,7 @@ class Tokens:
         self._looked = time.monotonic()
 
     def check(self, authorization: str) -> None:
-        """See that an ``Authorization`` header holds one of the tokens; the time it takes says nothing of them.
+        """Check that an ``Authorization`` header has a valid token. Its run time reveals nothing about the tokens.
 
         Raises:
             RefusedError: 401.
@@ -67,7 +66,7 @@ class Tokens:
 
     def _refresh(self) -> None:
         now = time.monotonic()
-        if now - self._looked < _LOOK_AGAIN_S:
+        if now - self._looked < _CHECK_EVERY_S:
             return
         self._looked = now
         try:
@@ -81,13 +80,13 @@ class Tokens:
 
 
 def make_token_file(path: Path) -> bool:
-    """Write a file with one new token, readable by its owner only, where there is none.
+    """Write a file with one new token that only its owner can read, unless the file exists.
 
     Returns:
-        Whether it was made.
+        Whether the file was written.
 
     Raises:
-        UserError: it cannot be written; then there is none.
+        UserError: the file cannot be written. No file is left behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
@@ -100,22 +99,22 @@ def make_token_file(path: Path) -> bool:
                 f"# A token on each line; all are valid. It is read anew when it changes.\n{secrets.token_hex(24)}\n"
             )
     except OSError as error:
-        path.unlink(missing_ok=True)  # or the next start would find a file without a token
+        path.unlink(missing_ok=True)  # else the next start would find a file without a token
         raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
     return True
 
 
 def _read(path: Path) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
-    """SHA-256 of each token of a file, and the file's state when it was read."""
+    """Return the SHA-256 of each token of a file, and the file's state when it was read."""
     try:
-        # A pipe in its place would have the server wait for who writes into it.
+        # Without O_NONBLOCK, a pipe at this path would block the server until somebody writes.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
             status = os.fstat(stream.fileno())
             _check_private(path, status)
             content = stream.read(_LARGEST_FILE + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    # Editors on Windows begin a file with a byte order mark.
+    # Editors on Windows write a byte order mark first.
     lines = [line.strip() for line in content.removeprefix(codecs.BOM_UTF8).splitlines()]
     tokens = [line for line in lines if line and not line.startswith(b"#")]
     if not 1 <= len(tokens) <= _MOST or len(content) > _LARGEST_FILE:

@@ -1,5 +1,5 @@
-"""Our own server as a process, or several: it starts, loads models, changes them, watches itself, drains and ends.
+"""The own server as one process or several: start, loading and updates of models, watchdog, draining and shutdown.
 
-In: settings, and what is to be served. Does: opens and warms models, obeys signals, tells systemd and Prometheus.
-Out: a server that listens, and an exit code.
+Input: settings, and the models to serve. Work: open and warm models, handle signals, notify systemd and Prometheus.
+Output: a listening server, and an exit code.
 """

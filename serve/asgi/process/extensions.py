@@ -1,4 +1,4 @@
-"""What is served beside TorchServe's paths: other protocols and metrics, each added to the application here."""
+"""Adds everything beside TorchServe's paths to the application: other protocols, and metrics."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def extend(application: Application, settings: Settings, siblings: MetricsExchange | None = None) -> None:
-    """Add every protocol's routes, observers and companions to the application.
+    """Add the routes, observers and servers of every other protocol to the application.
 
     Args:
         application: has TorchServe's paths and the request log.
         settings: how the process serves.
-        siblings: the processes that serve the same beside this one, if any do.
+        siblings: the other processes of the same server. None: there are none.
     """
     kserve_v1.add_routes(application)
     oip_routes.add_routes(application)

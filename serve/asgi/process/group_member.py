@@ -1,4 +1,4 @@
-"""One of the processes that serve together: its place among them, and what it tells the one that has started them."""
+"""One process of a group: its place in the group, and its messages to the parent process."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class Notice:
 
 @dataclass(frozen=True)
 class Ready:
-    """All that was wanted is served."""
+    """All wanted models are served."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """It is to look again at what is to be served, for this time: one signal may stand for several, and no message."""
+    """A command to read the wanted models again. The number tells it apart: several signals may arrive as one."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Changed:
-    """What it was to look at is over, and all before that, whether something was changed or not."""
+    """The `Change` of this number is finished, and all before it, whether something changed or not."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Why it ends; ``users``: by the user's mistake."""
+    """Why the process ends. ``users``: whether the user made a mistake."""
 
     message: str
     users: bool
@@ -48,10 +48,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Alive:
-    """Its event loop runs: it was asked, by whatever came through the pipe."""
+    """The event loop runs. It is the answer to a question in the pipe."""
 
 
-# A process hears these when it can obey them; from its start to then they wait.
+# A process blocks these signals from its start until it can handle them.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Message = Notice | Ready | Changed | Failed | Alive
@@ -59,16 +59,16 @@ Message = Notice | Ready | Changed | Failed | Alive
 
 @dataclass(frozen=True)
 class Member:
-    """The place of one process.
+    """The place of one process in the group.
 
     Attributes:
-        number: from 0.
-        count: of all.
-        port: where they listen.
-        opened: a socket that listens there already; None: others do, and this one joins them when it is ready.
-        parent: a pipe to the process that has started it, which asks there now and then whether this one answers
-            (None), and says that it is to look again (`Change`); at its end that one has gone.
-        folder: for what they tell each other.
+        number: number of the process, from 0.
+        count: number of processes.
+        port: the port of the group.
+        opened: a socket that listens there already. None: this process opens its own when it is ready.
+        parent: pipe to the parent process. The parent sends None to ask whether this process answers, or a `Change`.
+            The end of the pipe means that the parent has ended.
+        folder: folder for the sockets of the group.
     """
 
     number: int
@@ -79,10 +79,10 @@ class Member:
     folder: Path
 
     def tell(self, message: Message) -> None:
-        """Tell the parent; nobody, where it has gone."""
+        """Send a message to the parent. It is dropped if the parent has ended."""
         with contextlib.suppress(OSError):
             self.parent.send(message)
 
     def siblings(self) -> MetricsExchange:
-        """The others, and this one."""
+        """Return the exchange of metrics with the other processes."""
         return MetricsExchange(self.folder, self.number, self.count)

@@ -1,8 +1,8 @@
-"""Write what libraries print on stderr as JSON lines, like the server's own log.
+"""Converts what libraries print on stderr to JSON lines, like the server's own log.
 
-ONNX Runtime, torch, libtiff and the C library print into file descriptor 2, past Python. The descriptor becomes a pipe,
-and a small process at its other end writes each line as JSON. It is a process so that the last words of a server that
-crashes are written too. `run_in_process` is what that process runs; it imports no other module of this project.
+ONNX Runtime, torch, libtiff and the C library print to file descriptor 2 without Python. The descriptor becomes a pipe.
+A small process at its other end writes each line as JSON. It is a process of its own so that the last lines of a
+crashing server are written too. It runs `run_in_process` and imports no other module of this project.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from datetime import UTC, datetime
 from typing import BinaryIO
 
-#: Lines that may come at once, and how many more each second. A client's broken images must not fill the disk.
+#: Lines that may arrive at once, and how many more each second. Broken images from a client must not fill the disk.
 BURST, PER_SECOND = 200, 20
 
 _LONGEST_LINE = 1 << 16
@@ -25,27 +25,28 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def divert() -> None:
-    """Send file descriptor 2 through a process that writes JSON lines, and ``sys.stderr`` where it went before.
+    """Send file descriptor 2 through a process that writes JSON lines. ``sys.stderr`` keeps the old target.
 
-    Lines that are JSON objects already pass as they are: those of processes that this one starts. Nothing is changed
-    where ``sys.stderr`` is something else than descriptor 2.
+    Lines that are JSON objects already pass unchanged: child processes of the server write them. Nothing changes if
+    ``sys.stderr`` is not descriptor 2.
     """
     try:
         if sys.stderr.fileno() != 2:
             return
         before = os.dup(2)
-    except (AttributeError, OSError):  # there is none; it is no file
+    except (AttributeError, OSError):  # no stderr, or not a file
         return
     reading, writing = os.pipe()
     streams = [(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_DUP2, before, 1)]
-    # It ends by itself, when nobody can write into the pipe any more: systemd and terminals tell all processes to end.
+    # It ends when the last writer closes the pipe. systemd and terminals send these signals to all processes, and it
+    # must outlive the server.
     told = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     program = [sys.executable, "-I", "-S", "-B", __file__]
     os.posix_spawn(sys.executable, program, os.environ, file_actions=streams, setsid=True, setsigmask=told)
     os.dup2(writing, 2)
     os.close(reading)
     os.close(writing)
-    # Without a buffer: what a full disk does not take is not tried again when Python ends, which would be status 120.
+    # Unbuffered. Python would retry lines that a full disk refused at exit, and exit with status 120.
     encoding, errors = sys.stderr.encoding, sys.stderr.errors
     sys.stderr = io.TextIOWrapper(io.FileIO(before, "w"), encoding=encoding, errors=errors, write_through=True)
 
@@ -54,8 +55,9 @@ def run_in_process(lines: BinaryIO, out: BinaryIO) -> None:
     """Write each line as one line of JSON until the input ends.
 
     Args:
-        lines: what was printed, in any encoding.
-        out: gets the lines; what cannot be written is lost, and the rest is still read: nobody is to wait for it.
+        lines: the printed lines, in any encoding.
+        out: receives the JSON lines. A line that cannot be written is lost. Reading continues, so that no writer
+            blocks.
     """
     allowed, since, left_out = float(BURST), time.monotonic(), 0
     while line := lines.readline(_LONGEST_LINE):

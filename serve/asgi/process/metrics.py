@@ -1,4 +1,4 @@
-"""What Prometheus is told of this server: counters and histograms of its requests, and what is so at a scrape."""
+"""The server's metrics for Prometheus: counters and histograms of requests, and gauges read at a scrape."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from serve.asgi.process.metrics_exchange import MetricsExchange
     from serve.runtime.service.observation import Observation
 
-#: Seconds, of whole requests.
+#: Seconds, for whole requests.
 REQUEST_BUCKETS: Final = (
     *(0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 15.0, 30.0),
@@ -40,19 +40,19 @@ BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _MODEL = ("model", "version")
 _Metric = TypeVar("_Metric", Counter, Histogram)
-_LONGEST = 200  # of a reason, as a label
+_LONGEST = 200  # characters of a reason in a label
 
 
 class Metrics:
-    """The metrics of one application. Observed in its event loop.
+    """The metrics of one application. They are updated in its event loop.
 
     Args:
-        application: whose; it is observed from now on, and answers ``GET /metrics``.
-        siblings: the processes that serve the same beside this one, of which it tells as well.
+        application: the observed application. ``GET /metrics`` is added to it.
+        siblings: the other processes of the same server, whose metrics are included. None: there are none.
     """
 
     def __init__(self, application: Application, siblings: MetricsExchange | None = None) -> None:
-        # A series beside each counter and histogram that nobody asks for.
+        # Else each counter and histogram has an extra series with its creation time.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -80,7 +80,7 @@ class Metrics:
             application.on_stop.append(siblings.close)
 
     def observe(self, observation: Observation) -> None:
-        """Count a request that is over."""
+        """Count a finished request."""
         route, model, version = observation.route, observation.model or "", observation.version or ""
         self._child(self._requests, route, model, version, str(observation.status)).inc()
         self._child(self._seconds, route, model, version).observe(observation.seconds)
@@ -95,10 +95,10 @@ class Metrics:
                 self._child(self._batches, model, version).observe(observation.batch_size)
 
     async def answer(self, call: Call) -> Response:
-        """Everything, in the exposition format that the scraper asks for."""
+        """Answer ``GET /metrics`` in the exposition format that the scraper asks for."""
         try:
             encode, content_type = choose_encoder(call.headers.get("accept", ""))
-        except TypeError:  # prometheus_client 0.26, of a version that is no number
+        except TypeError:  # prometheus_client 0.26 raises for a version that is not a number
             encode, content_type = choose_encoder("")
         told: _Told | CollectorRegistry = self.registry
         if self._siblings is not None:
@@ -106,7 +106,7 @@ class Metrics:
         return Response(200, encode(told), content_type)
 
     def _child(self, metric: _Metric, *values: str) -> _Metric:
-        """The series of some labels, looked up once: that is most of what counting costs."""
+        """Return the series of these labels. It is looked up only once: that is most of the cost of counting."""
         child = self._children.get((metric, *values))
         if child is None:
             child = self._children[metric, *values] = metric.labels(*values)
@@ -120,24 +120,24 @@ class Metrics:
 
 
 class _Told(Collector):
-    """Metrics that were collected already."""
+    """Metrics that are collected already."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
 
     def collect(self) -> list[Metric]:
-        """Them."""
+        """Return the collected metrics."""
         return self._metrics
 
 
 class _Now(Collector):
-    """What is so at the moment of a scrape: read from the application, kept nowhere."""
+    """Gauges, read from the application at each scrape."""
 
     def __init__(self, application: Application) -> None:
         self._application = application
 
     def collect(self) -> Iterator[Metric]:
-        """Each metric with a value for each version of each model."""
+        """Yield each metric, with a value for each version of each model."""
         ready = GaugeMetricFamily("serve_ready", "1: requests should be sent here")
         ready.add_metric((), float(self._application.unready is None))
         yield ready

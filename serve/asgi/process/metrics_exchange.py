@@ -1,6 +1,6 @@
-"""Metrics that the processes of one server exchange, each at a unix socket that only this user can open.
+"""Exchange of metrics between the processes of one server, over unix sockets that only this user can open.
 
-Who scrapes the server reaches any one of them, and is to be told of all.
+A scrape reaches any one of the processes and must return the metrics of all.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from pathlib import Path
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-#: The label by which the series of the processes are told apart: 0, 1 …
+#: The label for the number of the process: 0, 1 …
 PROCESS = "process"
 
 _ANSWER_S = 1.0
 
 
 class MetricsExchange:
-    """The processes that serve together, as one of them sees them. Used in its event loop.
+    """The processes of one server, seen from one of them. Use it in its event loop.
 
     Args:
-        folder: where each has a socket; nobody else can enter it.
-        number: of this process, from 0.
-        count: of all.
+        folder: where each process has a socket. Nobody else can enter it.
+        number: number of this process, from 0.
+        count: number of processes.
     """
 
     def __init__(self, folder: Path, number: int, count: int) -> None:
-        # By a descriptor of the folder, whatever its length: a unix socket's path has 107 bytes (unix(7)).
+        # A descriptor of the folder keeps the path short: a unix socket's path has at most 107 bytes (unix(7)).
         self._descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
         self._number = number
         self._count = count
         self._server: asyncio.Server | None = None
 
     async def listen(self, tell: Callable[[], Iterable[Metric]]) -> None:
-        """Tell the others from now on what ``tell`` gives."""
+        """Send the metrics that ``tell`` returns to any process that asks, from now on."""
         path = self._socket(self._number)
         path.unlink(missing_ok=True)  # of the process that this one replaces
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(OSError):  # who asked did not wait for so long
+            with contextlib.suppress(OSError):  # the other process has timed out
                 writer.write(_written(tell()))
                 await writer.drain()
             writer.close()
@@ -51,19 +51,19 @@ class MetricsExchange:
         self._server = await asyncio.start_unix_server(answer, path)
 
     async def close(self) -> None:
-        """Tell them nothing more."""
+        """Stop answering the other processes."""
         if self._server is not None:
             self._server.close()
             self._socket(self._number).unlink(missing_ok=True)
         os.close(self._descriptor)
 
     async def gather(self, own: Iterable[Metric]) -> list[Metric]:
-        """The metrics of all processes, each series with the number of its process.
+        """Return the metrics of all processes. Each series has the number of its process.
 
-        A process that does not answer within a second has none; ``serve_process_up`` says so.
+        A process that does not answer within a second has no metrics. ``serve_process_up`` shows it.
 
         Args:
-            own: of this one.
+            own: metrics of this process.
         """
         numbers = [number for number in range(self._count) if number != self._number]
         answers = await asyncio.gather(*map(self._ask, numbers))
@@ -89,7 +89,7 @@ class MetricsExchange:
                     return _read(await reader.read())
                 finally:
                     writer.close()
-        except (OSError, ValueError):  # it is being started, or ends
+        except (OSError, ValueError):  # the process starts or ends
             return None
 
     def _socket(self, number: int) -> Path:

@@ -1,4 +1,4 @@
-"""From an archive to a model that answers: a private copy, every hash checked, opened, warm, its known image asked."""
+"""Loads a model from an archive: copy it, check all hashes, open it, warm it up, check its known answer."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from serve.runtime.service.service import open_service
 
 
 def load(wanted: Wanted, *, gpu: int | None, queue: int | None, policy: Policy) -> Served:
-    """Open an archive. It takes seconds: not in the event loop.
+    """Open an archive. This takes seconds, so do not call it in the event loop.
 
     Args:
-        wanted: what is to be served.
-        gpu: index of the GPU for what runs on one; None: no GPU.
-        queue: requests that may wait; None: as the archive says.
-        policy: what may be loaded.
+        wanted: the version to load.
+        gpu: index of the GPU. None: no GPU.
+        queue: most waiting requests. None: the archive's own limit.
+        policy: which archives may be loaded.
 
     Returns:
-        The model, warm, and ready where nothing that was checked spoke against it.
+        The model, warm. No check has failed.
 
     Raises:
         UserError: there is no such archive.
-        SignatureError: the policy does not allow it.
-        CardError: it is not whole, has no known answer where the policy asks for one, or does not answer its known
-            image as it did when it was measured.
-        EngineError: nothing that may run it works here.
+        SignatureError: the policy does not allow the archive.
+        CardError: the archive is damaged, or its known image gets another answer than when it was measured, or it has
+            no known answer and the policy needs one.
+        EngineError: no engine that may run it works here.
     """
     with _unpacked(wanted.archive, policy) as (folder, digest):
         known = read_known(folder)
@@ -69,12 +69,12 @@ def load(wanted: Wanted, *, gpu: int | None, queue: int | None, policy: Policy) 
 
 @contextmanager
 def _unpacked(archive: Path, policy: Policy) -> Iterator[tuple[Path, str]]:
-    """A folder with an archive's files that nobody else can change, and the archive's SHA-256.
+    """Extract an archive into a private folder. Yield the folder and the archive's SHA-256.
 
-    The folder goes at the end of the block; what an engine has mapped stays until it is closed.
+    The folder is removed at the end of the block. Files that an engine has mapped stay until it is closed.
 
     Raises:
-        UserError: there is no room for them, or no such archive.
+        UserError: there is no space for the files, or no such archive.
     """
     with ExitStack() as stack:
         try:
@@ -82,13 +82,13 @@ def _unpacked(archive: Path, policy: Policy) -> Iterator[tuple[Path, str]]:
         except OSError as error:
             why = error.strerror or error
             raise UserError(f"{archive}: no folder can be made for a private copy ({why})") from None
-        # Its Python is not run: this process has the runtime that it was started with.
+        # The Python code in the archive is not run: this process uses its own runtime.
         copy = verified_copy(archive, policy, private, foreign=None)
         digest = sha256_file(copy)
         folder = private / "archive"
         try:
             with zipfile.ZipFile(copy) as opened:
-                opened.extractall(folder)  # names are those of the card, which are plain
+                opened.extractall(folder)  # the names come from the card, which allows only plain ones
         except OSError as error:
             raise UserError(f"{archive}: cannot be unpacked to {folder} ({error.strerror or error})") from None
         copy.unlink()

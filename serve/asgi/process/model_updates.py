@@ -1,4 +1,4 @@
-"""Updates the models that are served: new versions are opened and warm before they get a request."""
+"""Updates the served models: new versions are opened and warm before they get a request."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LOG = logging.getLogger(__name__)
 
 
 class ModelUpdates:
-    """Changes `Models`, one change after the other. Used in the event loop.
+    """Changes `Models`, one change after the other. Use it in the event loop.
 
     Args:
-        models: what is changed.
-        gpu: as of `load`.
-        queue: as of `load`.
-        policy: as of `load`.
-        drain_s: seconds for what an old version accepted.
-        on_loaded: told of each version that was opened, with the seconds that it took.
-        on_left_out: told of each that was left out, and why.
+        models: the models to change.
+        gpu: see `load`.
+        queue: see `load`.
+        policy: see `load`.
+        drain_s: seconds for an old version to answer its accepted requests.
+        on_loaded: called with each opened version and the seconds that this took.
+        on_left_out: called with each version that was left out, and the reason.
     """
 
     def __init__(
@@ -55,22 +55,23 @@ class ModelUpdates:
 
     @property
     def left_open(self) -> bool:
-        """Whether an engine that is out still runs: Python would wait for it, or a library abort."""
+        """Whether a removed engine still runs. At exit Python would wait for it, or a library abort."""
         return any(thread.is_alive() for thread in self._closing)
 
     async def change(self, wanted: Sequence[Wanted], *, leave_out: bool = False) -> None:
         """Serve ``wanted`` and nothing else.
 
-        A version whose archive is the same goes on; another is opened beside those that are served. When all are warm,
-        they get the requests at once; who is out answers what it has accepted, and is closed. While it changes, both
+        A version with an unchanged archive stays. Other versions are opened beside the served ones. When all are warm,
+        they take over at once. A removed version answers its accepted requests and is closed. During the change both
         are in memory.
 
         Args:
-            wanted: what is to be served.
-            leave_out: go on without what no engine runs here, where something is left, and it is not served now.
+            wanted: the versions to serve.
+            leave_out: continue without a version that no engine can run here, if another is left and its model is not
+                served now.
 
         Raises:
-            PipelineError: one cannot be opened; then all stays as it was.
+            PipelineError: a version cannot be opened. Then nothing changes.
         """
         async with self._changing:
             opened: list[Served] = []
@@ -97,7 +98,7 @@ class ModelUpdates:
                 for served in opened:
                     await asyncio.to_thread(served.service.close)
                 raise
-            for served, weight in weights:  # of those that go on, only now
+            for served, weight in weights:  # also of those that stay, but only now
                 served.weight = weight
             for old in self._models.replace(found):
                 task = asyncio.ensure_future(self._leave(old))
@@ -107,13 +108,13 @@ class ModelUpdates:
                 freeze_heap()
 
     async def end(self, within_s: float | None = None) -> bool:
-        """Answer what was accepted, and close everything.
+        """Answer the accepted requests, and close everything.
 
         Args:
-            within_s: seconds for that, and for what versions have accepted that are out already; None: ``drain_s``.
+            within_s: seconds for that, removed versions included. None: ``drain_s``.
 
         Returns:
-            Whether all of it was answered in time.
+            Whether all of them were answered in time.
         """
         seconds = self._drain_s if within_s is None else within_s
         async with self._changing:
@@ -123,7 +124,7 @@ class ModelUpdates:
         return all(answered) and all(task.result() for task in over) and not late
 
     async def _same(self, wanted: Wanted) -> Served | None:
-        """The version that is served already and was opened from the same bytes."""
+        """Return the served version that was opened from the same bytes. None: there is none."""
         for served in self._models:
             if (served.name, served.version) == (wanted.name, wanted.version):
                 digest = await asyncio.to_thread(sha256_file, wanted.archive)
@@ -132,7 +133,7 @@ class ModelUpdates:
 
     def _left(self, task: asyncio.Task[bool]) -> None:
         self._leaving.discard(task)
-        freeze_heap()  # what it held is freed; not where the server ends, which takes no time for it
+        freeze_heap()  # frees what it held; at shutdown this would only take time
 
     async def _leave(self, served: Served, within_s: float | None = None) -> bool:
         answered = True
@@ -145,7 +146,7 @@ class ModelUpdates:
         answered &= await asyncio.to_thread(served.service.drain, max(0.0, ends - time.monotonic()))
         if answered:
             await asyncio.to_thread(served.service.close)
-        else:  # an engine that hangs is never closed: nothing waits for it, nor does the process when it ends
+        else:  # a hanging engine never closes, so neither this nor the exit waits for it
             self._closing.append(threading.Thread(target=served.service.close, name="close", daemon=True))
             self._closing[-1].start()
         _LOG.info(

@@ -1,7 +1,7 @@
-"""Several processes that serve the same at one port, and the one that starts them, watches them and ends them.
+"""Several processes that serve the same models at one port, and the parent that starts, watches and ends them.
 
-Each has its own engine and a share of the cores; the kernel deals out the connections. That pays where Python's lock is
-short, and not the device: one server had an H200 answer some 1,900 JPEGs a second, three beside each other twice that.
+Each has its own engine and a share of the cores, and the kernel distributes connections. This pays if Python's lock is
+the bottleneck, not the device. On an H200 one process answered some 1,900 JPEGs a second, three processes twice that.
 """
 
 from __future__ import annotations
@@ -45,43 +45,43 @@ from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 from serve.runtime.service.logs import log_to_stderr
 
 _LOG = logging.getLogger(__name__)
-# From the end of a process to the start of the next in its place: longer each time, until one is ready.
+# Pause before a process is started again. It doubles each time, until the process is ready.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-# A process whose event loop does not answer keeps its share of those who connect. They are counted while this one runs,
-# a question each: what stops the machine, or all of them, is no silence of one.
+# A process whose event loop hangs keeps its share of the connections. The limit counts unanswered questions, not
+# seconds: a suspended machine or group is then no fault of one process.
 _ASK_AGAIN_S, _MOST_UNANSWERED = 1.0, 30
 
 
 def run_group(
     count: int, settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callable[[str], None]
 ) -> int:
-    """Serve with several processes until a signal ends them; as `server_process.run`, whose signals they all get.
+    """Serve with several processes until a signal ends them. See `server_process.run`; all processes get its signals.
 
-    What a client may cost is of all processes together, but for the queue of a model: each has its own. One that ends
-    by itself is started again while others serve; where none does, the server ends.
+    The limits for clients apply to all processes together, except the queue of a model: each process has its own. A
+    process that ends unexpectedly is restarted if others serve. Otherwise the server ends.
 
     Args:
-        count: of the processes, at least 2.
+        count: number of processes, at least 2.
         settings: how they serve.
-        wanted: what; it is sent to them, and asked there.
-        say: gets each line for a person; it must not raise.
+        wanted: returns the models to serve. It is sent to the processes and called there.
+        say: receives each line for a person. It must not raise.
 
     Returns:
-        The exit status: 0 where all that was accepted was answered.
+        The exit status: 0 if every accepted request was answered.
 
     Raises:
-        UserError: there are fewer cores than that, or too little for each, or as `server_process.run`.
+        UserError: there are fewer cores than processes, or too little of a limit for each, or see `server_process.run`.
         PipelineError: a model cannot be served.
     """
     if count > cores():
         raise UserError(f"--processes must be at most the number of cores, {cores()}{_quota_remark()}, got {count}")
     if settings.listening.path is not None:
         raise UserError("--processes needs a port: who connects to a --socket cannot be dealt out evenly")
-    wanted()  # what cannot be is told once
+    wanted()  # reports a mistake once
     settings = replace(settings, limits=_share(settings.limits, count))
     with scratch("serve-group-") as folder, settings.listening.open() as opened, asyncio.Runner() as runner:
         shared(opened)
-        if settings.grpc_port is not None:  # when that of HTTP is taken, which it must not be
+        if settings.grpc_port is not None:  # HTTP's port is taken by now, so that this is another one
             settings = replace(settings, grpc_port=_free_port(settings.listening, settings.grpc_port))
         return runner.run(_Group(settings, wanted, say, _divided_cores(count), folder).serve(opened))
 
@@ -89,17 +89,17 @@ def run_group(
 def process_count(
     wanted: Sequence[Wanted], listening: Listening, limits: Mapping[str, int], say: Callable[[str], None]
 ) -> int:
-    """How many processes serve where nobody says: the most ``workers`` that an archive's ``serving.json`` asks for.
+    """Return the default number of processes: the most ``workers`` in an archive's ``serving.json``, if there is room.
 
     Args:
-        wanted: what is served.
-        listening: where.
-        limits: how many there is room for, by the reason.
-        say: gets a line for a person where fewer serve than are asked for.
+        wanted: the models to serve.
+        listening: the address.
+        limits: how many processes there is room for, by the reason.
+        say: receives a line for a person if fewer processes are used.
 
     Raises:
         UserError: an archive is missing.
-        CardError: one is broken.
+        CardError: an archive is damaged.
     """
     workers, name = max((serving_in(entry.archive).workers, entry.name) for entry in wanted)
     room = {f"there are {cores()} cores{_quota_remark()}": cores(), **limits}
@@ -113,25 +113,25 @@ def process_count(
 
 
 def _quota_remark() -> str:
-    """Why there are fewer cores than the machine has, for a message."""
+    """Return the reason for fewer cores than the machine has, for a message. Empty: there is none."""
     return "" if quota() is None else f" (a quota of {quota():g})"
 
 
 def _divided_cores(count: int) -> list[list[int]]:
-    """The cores of each of several processes.
+    """Return the cores of each process.
 
-    Under a quota they have as many as it pays for, and not all: the libraries of a process start as many threads as it
-    has cores.
+    Under a quota the processes together get as many cores as the quota allows. Libraries start as many threads as their
+    process has cores.
     """
     paid = sorted(os.sched_getaffinity(0))[: cores()]
     return [paid[number * len(paid) // count : (number + 1) * len(paid) // count] for number in range(count)]
 
 
 def _share(limits: Limits, count: int) -> Limits:
-    """What clients may cost one of the processes, so that all together keep to the limits.
+    """Return the limits of one process, so that all together keep to the limits.
 
     Raises:
-        UserError: some would take no connection, or no body of the size that is let in.
+        UserError: a process would accept no connection, or no body of the allowed size.
     """
     if limits.connections < count:
         raise UserError(f"--connections must be at least the number of --processes, {count}, got {limits.connections}")
@@ -145,10 +145,10 @@ def _share(limits: Limits, count: int) -> Limits:
 
 
 def _free_port(listening: Listening, port: int) -> int:
-    """The port for gRPC, at which nobody listens: the processes share it, and would with whoever lets them.
+    """Return a free port for gRPC. The processes share it, so a port that another server shares must be refused.
 
     Raises:
-        UserError: somebody does.
+        UserError: somebody listens at the port.
     """
     try:
         with replace(listening, port=port).open() as probe:
@@ -160,16 +160,16 @@ def _free_port(listening: Listening, port: int) -> int:
 
 @dataclass
 class _Started:
-    """A process in its place."""
+    """A started process."""
 
     process: SpawnProcess
     pipe: Connection
     ready: bool = False
     failed: Failed | None = None
-    killed: str = ""  # by this one, and why
-    change: int = 0  # the number of the newest that it has not told the end of; 0: none
-    asked: bool = False  # whether it has yet to answer
-    unanswered: int = 0  # times since then that it would have been asked again
+    killed: str = ""  # why the parent killed it
+    change: int = 0  # number of the newest change that is not reported as finished; 0: none
+    asked: bool = False  # whether it has not answered the last question yet
+    unanswered: int = 0  # how many questions were due since then
 
 
 class _Group:
@@ -202,7 +202,7 @@ class _Group:
         self._url = self._settings.listening.url(opened)
         for number in range(len(self._shares)):
             self._start(number, opened if number == 0 else None)
-        opened.close()  # it is the first process's: what ends with it must not wait here
+        opened.close()  # the first process owns it now: its connections must not wait here
         watching = asyncio.ensure_future(self._watch())
         await self._over.wait()
         watching.cancel()
@@ -217,7 +217,7 @@ class _Group:
             return
         try:
             self._members[number] = started = self._started(number, opened)
-        except OSError as error:  # so many files or processes may not be, or there is no memory
+        except OSError as error:  # too many files or processes, or no memory
             self._is_missing(number, f"cannot be started ({error.strerror or error})")
             return
         loop = asyncio.get_running_loop()
@@ -245,7 +245,7 @@ class _Group:
                 if not started.pipe.poll():
                     return
                 message: Message = started.pipe.recv()
-            except (EOFError, OSError):  # it ends
+            except (EOFError, OSError):  # the process ends
                 asyncio.get_running_loop().remove_reader(started.pipe.fileno())
                 return
             if isinstance(message, Alive):
@@ -264,10 +264,10 @@ class _Group:
                 self._look_at_changes()
 
     async def _watch(self) -> None:
-        """Kill a process that does not answer, whatever stops it; another takes its place.
+        """Kill a process that does not answer, for whatever reason. Another one takes its place.
 
-        Until it is ready, and while it changes models, it may be silent, but where all end: a library that opens one
-        may keep Python's lock.
+        A process may be silent until it is ready and during a change of models: a library that opens a model may keep
+        Python's lock. During shutdown this exception does not hold.
         """
         while True:
             await asyncio.sleep(_ASK_AGAIN_S)
@@ -275,7 +275,7 @@ class _Group:
                 opens = not started.ready or started.change
                 if not started.asked:
                     started.asked = True
-                    with contextlib.suppress(OSError):  # it ends
+                    with contextlib.suppress(OSError):  # the process ends
                         started.pipe.send(None)
                 elif self._ending or not opens:
                     started.unanswered += 1
@@ -284,7 +284,7 @@ class _Group:
 
     def _kill(self, number: int, started: _Started) -> None:
         started.killed = f"did not answer for {_MOST_UNANSWERED * _ASK_AGAIN_S:g} s and was killed"
-        if self._ending:  # else it is told when another is started
+        if self._ending:  # otherwise the restart is logged
             _LOG.error("process %d: %s", number, started.killed)
         started.process.kill()
 
@@ -318,7 +318,7 @@ class _Group:
                 self._over.set()
 
     def _is_missing(self, number: int, why: str, failed: Failed | None = None) -> None:
-        """Start another in its place, where others serve meanwhile; else end."""
+        """Start a replacement if other processes serve meanwhile. Otherwise end."""
         if self._was_ready and any(other.ready for other in self._members.values()):
             pause = self._pauses[number]
             self._pauses[number] = min(2 * pause, _LONGEST_PAUSE_S)
@@ -332,26 +332,26 @@ class _Group:
     # All of them.
 
     def _change(self) -> None:
-        """Have all look again at what is to be served."""
+        """Make all processes read the wanted models again."""
         if self._ending:
             return
-        if self._was_ready:  # before, the end of a change is not that all are ready
+        if self._was_ready:  # before that, READY=1 must not follow a change
             notify(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
             self._reloading = True
         self._changes += 1
         for started in self._members.values():
-            with contextlib.suppress(OSError):  # it ends
+            with contextlib.suppress(OSError):  # the process ends
                 started.pipe.send(Change(self._changes))
                 started.change = self._changes
 
     def _look_at_changes(self) -> None:
-        """Where all have changed, say so."""
+        """Notify systemd once all processes have finished the change."""
         if self._reloading and not self._ending and not any(started.change for started in self._members.values()):
             self._reloading = False
             notify("READY=1")
 
     def _end(self, number: int) -> None:
-        """Obey a signal to end; the second ends all at once, one that is stopped or hangs as well."""
+        """Handle a signal to end. The second one kills all processes, stopped and hanging ones too."""
         if self._ending:
             self._status = 128 + number
             self._signal(signal.SIGKILL)
@@ -375,7 +375,7 @@ class _Group:
 
 @contextlib.contextmanager
 def _cores(share: Sequence[int]) -> Iterator[None]:
-    """Let what is started in the block use these cores only: its threads, of whichever library, are as many."""
+    """Let child processes of the block use only these cores. Libraries then start that many threads."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, share)
     try:
@@ -386,11 +386,11 @@ def _cores(share: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
-    """Let the signals wait that a process started in the block gets, by whomever, until it can obey them.
+    """Block the signals of a child process that starts in the block, until it can handle them.
 
-    Ctrl-C is for all that a terminal has in front, and systemd ends all processes of a service.
+    Ctrl-C goes to all foreground processes of a terminal, and systemd signals all processes of a service.
     """
-    resource_tracker.ensure_running()  # CPython 3.11 lets signals in again when it starts that one
+    resource_tracker.ensure_running()  # CPython 3.11 unblocks signals when it starts the tracker
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -405,10 +405,10 @@ def _ended_by(status: int) -> str:
 
 
 def _serve(settings: Settings, wanted: Callable[[], Sequence[Wanted]], member: Member) -> None:
-    """What each process runs. What computes is imported here: the one that starts them serves nothing by itself."""
+    """Run one process of the group. The imports are here because the parent needs none of the runtime."""
     from serve.asgi.process.server_process import run
 
-    os.setpgid(0, 0)  # Ctrl-C is for the one that has started it, which tells all
+    os.setpgid(0, 0)  # Ctrl-C goes only to the parent, which signals the group
     os.environ.pop("NOTIFY_SOCKET", None)
     log_to_stderr()
     try:

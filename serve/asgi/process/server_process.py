@@ -1,9 +1,9 @@
-"""The server as a process in the foreground: it listens, loads, obeys signals, drains and ends.
+"""The server as a foreground process: it listens, loads models, handles signals, drains and ends.
 
-A process serves all models: each has a thread that owns its engine, and engines use all cores by themselves. A second
-process for the same model holds it twice, halves its batches and takes a share of the cores, which pays where Python's
-lock is what is short: at a GPU. See `process_group`; to serve with more machines or GPUs, run a server on each and
-balance before them.
+One process serves all models. Each model has a thread that owns its engine, and the engine uses all cores. A second
+process for the same model holds the model twice, halves its batches and takes a share of the cores. This pays if
+Python's lock is the bottleneck, as on a GPU; see `process_group`. To use more machines or GPUs, run a server on each
+behind a load balancer.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from serve.runtime.errors import EngineError, PipelineError, UserError, message_
 from serve.runtime.service.logs import RequestLog
 
 _LOG = logging.getLogger(__name__)
-# What the event loop computes takes some milliseconds. A process of several is killed where it says nothing for 30 s.
+# Inference in the event loop takes some milliseconds. In a group, a process that is silent for 30 s is killed.
 _MOST_IN_LOOP_S = 8.0
 
 
 def build(settings: Settings, models: Models, siblings: MetricsExchange | None = None) -> Application:
-    """The application with all its routes and observers.
+    """Return the application with all its routes and observers.
 
     Args:
         settings: how it serves.
-        models: who answers.
-        siblings: the processes that serve the same beside this one, if any do.
+        models: the models that answer requests.
+        siblings: the other processes of the same server. None: there are none.
 
     Raises:
-        UserError: the file of tokens cannot be used.
+        UserError: the token file cannot be used.
     """
     tokens = Tokens(settings.token_file) if settings.token_file is not None else None
     application = Application(models, limits=settings.limits, tokens=tokens)
@@ -70,23 +70,23 @@ def run(
     say: Callable[[str], None],
     member: Member | None = None,
 ) -> int:
-    """Serve until a signal ends it: SIGTERM or SIGINT; a second one ends it at once. SIGHUP: see `wanted`.
+    """Serve until SIGTERM or SIGINT. A second signal ends the process at once. SIGHUP reads the wanted models again.
 
     Args:
-        settings: how.
-        wanted: what; asked again at each SIGHUP, from a thread.
-        say: gets each line for a person; it must not raise.
-        member: its place among the processes that serve together; None: it serves alone.
+        settings: how it serves.
+        wanted: returns the models to serve. It is called again at each SIGHUP, in a thread.
+        say: receives each line for a person. It must not raise.
+        member: the place in a group of processes. None: it serves alone.
 
     Returns:
-        The process's exit status: 0 where all that was accepted was answered.
+        The exit status: 0 if every accepted request was answered.
 
     Raises:
-        UserError: it cannot listen there, or the file of tokens cannot be used.
+        UserError: the address or the token file cannot be used.
         PipelineError: a model cannot be served.
     """
     first = wanted()
-    compute_alone()  # for what the event loop computes
+    compute_alone()  # for inference in the event loop
     settings = replace(settings, limits=raise_file_limit(settings.limits, ports=1 if settings.grpc_port is None else 2))
     file = None
     if member is None:
@@ -121,16 +121,16 @@ class _Process:
         self._opened: socket.socket | None = None
         self._serving: asyncio.Future[None] | None = None
         self._ending = asyncio.Event()
-        self._begun = asyncio.Event()  # what was wanted first is served, or cannot be
+        self._begun = asyncio.Event()  # the first wanted models are served, or failed to load
         self._failure: PipelineError | None = None
         self._hangs = False
         self.over = threading.Event()
-        self.stopped = False  # whether it listens no more
+        self.stopped = False  # whether it has stopped listening
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking = asyncio.Lock()
 
     async def serve(self, opened: socket.socket | None, file: SocketFile | None, first: Sequence[Wanted]) -> int:
-        """Serve on a socket; without one, others serve meanwhile: this one joins them when all is loaded."""
+        """Serve on a socket. Without one, load the models first and then join the other processes of the group."""
         self._opened = opened
         self._prepare(first)
         self._heed_signals()
@@ -153,7 +153,7 @@ class _Process:
         await self._listen_no_more(file)
         watching.cancel()
         ending.cancel()
-        # A thread that opens a model cannot be stopped: what it opens is closed when it has done so.
+        # A thread that opens a model cannot be stopped. Its model is closed once it is open.
         await asyncio.wait({loading, *self._tasks}, timeout=self._application.ends_in)
         await asyncio.gather(watching, ending, return_exceptions=True)
         for stop in reversed(self._application.on_stop):
@@ -201,7 +201,7 @@ class _Process:
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[opened]))
 
     async def _join(self) -> None:
-        """Listen beside the processes that do."""
+        """Listen beside the other processes of the group."""
         if self._member is None or self._ending.is_set():
             return
         try:
@@ -218,7 +218,7 @@ class _Process:
             self._say(line)
 
     async def _listen_no_more(self, file: SocketFile | None) -> None:
-        """Let what was accepted be answered, after the time in which who balances sees that this is not ready."""
+        """Wait until load balancers see that the server is not ready. Then stop listening and drain."""
         self._application.draining = True
         notify("STOPPING=1")
         if self._failure is None:
@@ -234,7 +234,7 @@ class _Process:
             self._exit(1)
 
     def _exit(self, status: int) -> NoReturn:
-        """End beside a thread that cannot be ended: Python would wait for it, or a library abort."""
+        """End although a thread still runs. A normal exit would wait for it, or a library abort."""
         if self._failure is not None and self._member is not None:
             self._member.tell(Failed(str(self._failure), isinstance(self._failure, UserError)))
         elif self._failure is not None:
@@ -275,19 +275,19 @@ class _Process:
         task.add_done_callback(self._tasks.discard)
 
     async def _look_again(self, asked: Change | None = None) -> None:
-        await self._begun.wait()  # systemd would be told that it is ready, whatever was found
+        await self._begun.wait()  # otherwise systemd would be told READY too early
         if self._ending.is_set():
             return
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
-            async with self._looking:  # what was read first must not be what is changed to last
+            async with self._looking:  # the last change must use what was read last
                 tls = self._settings.listening.tls
                 secrets = None if tls is None else await asyncio.to_thread(tls.read)
                 wanted = await asyncio.to_thread(self._wanted)
                 await self._updates.change(wanted, leave_out=self._settings.leave_out)
                 if tls is not None and secrets is not None:
                     tls.newest = secrets
-        except Exception as error:  # noqa: BLE001 - whatever it is, what is served goes on
+        except Exception as error:  # noqa: BLE001 - the served models stay, whatever the error
             told = message_of(error)
             _LOG.error("nothing was changed: %s", told)
         else:
@@ -298,7 +298,7 @@ class _Process:
             self._member.tell(Changed(asked.number))
 
     async def _watch(self) -> None:
-        """End the process when a device is lost to it, or an engine hangs: a new process may do better."""
+        """End the process if a device is lost or an engine hangs. A new process may work again."""
         looks = Watchdog()
         while True:
             await asyncio.sleep(watchdog.LOOK_S)
@@ -312,7 +312,7 @@ class _Process:
                 return
 
     def _watch_loop(self) -> None:
-        """The same from beside the event loop, where that computes by itself and answers nobody, nor any signal."""
+        """Do the same from outside the event loop, which handles no signal while it computes."""
         looks = Watchdog(_MOST_IN_LOOP_S)
         while not self.over.wait(watchdog.LOOK_S):
             job = self._application.inline.job
@@ -326,7 +326,7 @@ class _Process:
 
     def _end(self, number: int) -> None:
         if self._member is not None:
-            # As often as it comes: systemd tells all processes of a service, and so does the one that has started this.
+            # Any number of signals: systemd signals all processes of a service, and so does the parent.
             self._ending.set()
         elif self._ending.is_set():
             os._exit(128 + number)
@@ -335,7 +335,7 @@ class _Process:
             self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
 
     def _is_asked(self, member: Member) -> None:
-        """Do what the process that has started this one asks for; where it has gone, end."""
+        """Handle a message of the parent process. End if the parent has ended."""
         with contextlib.suppress(EOFError, OSError):
             asked = member.parent.recv()
             if isinstance(asked, Change):

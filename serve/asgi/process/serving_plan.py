@@ -1,4 +1,4 @@
-"""What is to be served, in words or in a file: read when the server starts and each time it is told to look again."""
+"""The models to serve, from arguments or a file. Read at the start and again at each SIGHUP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 
 @dataclass(frozen=True)
 class Wanted:
-    """One version of a model that is to be served: its name, version and weight, and the archive it is opened from."""
+    """One version of a model to serve: its name, version, archive and weight."""
 
     name: str
     version: str
@@ -49,7 +49,7 @@ class Version(Config):
 
 
 class _Once(Loader):
-    """YAML in which no key of a mapping comes twice: the first would be lost without a word."""
+    """YAML that rejects a repeated key. PyYAML would silently drop the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -59,10 +59,10 @@ class _Once(Loader):
 
 
 def versions_of(body: object) -> dict[str, tuple[Version, ...]]:
-    """The versions of each model by its name, of a document ``models: {NAME: [{archive: …, version: …}, …]}``.
+    """Return the versions of each model by name, from a document ``models: {NAME: [{archive: …, version: …}, …]}``.
 
     Raises:
-        UserError: it says something else.
+        UserError: the document has another form.
     """
     shape = "it must be `models: {NAME: [{archive: …, version: …, weight: …}, …]}`"
     models = body.get("models") if isinstance(body, dict) and set(body) == {"models"} else None
@@ -70,7 +70,7 @@ def versions_of(body: object) -> dict[str, tuple[Version, ...]]:
         raise UserError(shape)
     found = {}
     for name, entries in models.items():
-        if not isinstance(name, str):  # 7, 0x7 and 7.0, or `on` and `yes`, would be one model, and called otherwise
+        if not isinstance(name, str):  # YAML reads 7, 0x7 and 7.0 as one key, also `on` and `yes`
             raise UserError(f"a model's name must be text, and YAML reads one as {name!r}: put it in quotes")
         check_model_name(name)
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -90,14 +90,14 @@ def versions_of(body: object) -> dict[str, tuple[Version, ...]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be served.
+    """The models to serve.
 
     Attributes:
-        words: ``RUN`` (its recommended artifact), ``RUN/ARTIFACT`` or the path of a ``.mar``, each perhaps with
-            ``NAME=`` before it.
+        words: ``RUN`` (its recommended artifact), ``RUN/ARTIFACT``, or the path of a ``.mar``. Each may begin with
+            ``NAME=``.
         file: a file of models instead; see `versions_of`.
-        store: holds the runs.
-        device: where archives may run, for what is left out of a run.
+        store: the folder of the runs.
+        device: where archives may run, if the word names only a run.
     """
 
     words: tuple[str, ...]
@@ -106,11 +106,11 @@ class Plan:
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def read(self) -> tuple[Wanted, ...]:
-        """What is to be served now.
+        """Return the versions to serve now.
 
         Raises:
-            UserError: a run, an archive or the file is missing, or the file says something else than models.
-            CardError: an archive is broken.
+            UserError: a run, an archive or the file is missing, or the file is not a valid file of models.
+            CardError: an archive is damaged.
         """
         if self.file is not None:
             return tuple(self._of_file(self.file))
@@ -125,17 +125,17 @@ class Plan:
             name, archive = self._of_run(stored_runs.find_target(word))
             return Wanted(name, MODEL_VERSION, archive)
         name, equals, place = word.partition("=")
-        if not equals or "/" in name:  # that of a folder
+        if not equals or "/" in name:  # the sign belongs to a folder's name
             name, place = Path(word).stem, word
         archive = _existing(Path(place))
         return Wanted(check_model_name(name), MODEL_VERSION, archive)
 
     def _of_run(self, target: stored_runs.Target) -> tuple[str, Path]:
-        """The archive of a run that is meant, and the name that it is served by where nothing else is said."""
+        """Return the archive of a run, and the default name for it."""
         return next(iter(stored_runs.select(self.store, [target], device=self.device).archives.items()))
 
     def _of_entry(self, word: str, folder: Path) -> Path:
-        """The archive that a file of models in this folder means by a word."""
+        """Return the archive for a word in a file of models in this folder."""
         named = "a file of models names them by its keys, and not by NAME="
         if word.endswith(".mar"):
             return _existing(folder / word, f"; {named}" if "=" in word else "")
@@ -168,14 +168,14 @@ class Plan:
 
 
 def _existing(path: Path, hint: str = "") -> Path:
-    """The path of an archive.
+    """Return the path of an archive.
 
     Raises:
-        UserError: there is none; ``hint`` ends the message.
+        UserError: the file does not exist. ``hint`` ends the message.
     """
     try:
         there = path.is_file()
-    except OSError as error:  # a name that is too long, a folder that may not be read
+    except OSError as error:  # the name is too long, or the folder may not be read
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if not there:
         raise UserError(f"{path}: there is no such archive{hint}")

@@ -1,4 +1,4 @@
-"""Tells systemd how the process stands: `sd_notify(3)`, of which a datagram on a socket is all there is."""
+"""Notifies systemd of the process's state by a datagram, see `sd_notify(3)`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def notify(state: str) -> None:
-    """Send a state such as ``READY=1`` to who started this process, where it asked for it."""
+    """Send a state, for example ``READY=1``, if the service manager set a socket for it."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return

@@ -1,4 +1,4 @@
-"""Finds an engine that hangs: it is at one job for longer than anybody waits for an answer."""
+"""Finds an engine that hangs: it works on one job for longer than any client waits for the answer."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ from typing import Final
 
 from serve.asgi.http.served_models import Served
 
-#: Seconds from one look to the next.
+#: Seconds between two checks.
 LOOK_S: Final = 1.0
-# Requests are given up at the limit; what hangs in an engine is told from what is slow a little later.
+# Requests time out at the limit. The watchdog waits a little longer, to tell a hanging engine from a slow one.
 _GRACE_S = 2.0
 
 
 class Watchdog:
-    """Tells an engine that hangs from a slow one, by looks at what each model is at, `LOOK_S` apart.
+    """Tells a hanging engine from a slow one, by the job of each model at each check. Call it every `LOOK_S` seconds.
 
-    Time is counted in looks: seconds in which nobody looked are not the engine's, for the process was stopped, or its
-    machine was.
+    Time is counted in checks, not in seconds. If the process or its machine was suspended, that time does not count.
 
     Args:
-        most_s: for how long anybody waits, where that is shorter than the model's ``response_timeout_s``.
+        most_s: longest time for a job, if shorter than the model's ``response_timeout_s``.
     """
 
     def __init__(self, most_s: float = math.inf) -> None:
         self._most_s = most_s
-        self._seen: dict[int, tuple[int, float]] = {}  # by the model: its job, and for how long
+        self._seen: dict[int, tuple[int, float]] = {}  # by the model's id: its job, and for how many seconds
 
     def look(self, jobs: Iterable[tuple[Served, int]]) -> tuple[Served, str] | None:
-        """Note what models are at; the first that hangs, and what is to be said of it.
+        """Record the jobs of all models. Return the first model that hangs, and the reason for the log.
 
         Args:
-            jobs: models that are at something, with the number of that, which is given once.
+            jobs: models that are at work, each with the unique number of its job.
         """
         before, self._seen = self._seen, {}
         for served, job in jobs:
