@@ -39,7 +39,13 @@ GUIDES = ("docs/get-started.md", "docs/guides/*.md")
 #: The packages whose docstrings and comments are measured, and the folders that are held to the aims. A folder stands
 #: for the Python files directly in it.
 PACKAGES = ("serve", "optimize")
-HELD_FOLDERS = ("serve/asgi/http",)
+HELD_FOLDERS = (
+    "serve/asgi/http",
+    "serve/asgi/process",
+    "serve/asgi/protocols",
+    "serve/runtime/service",
+    "serve/runtime",
+)
 
 _LIST_ITEM = re.compile(r"(?:[-*+]|\d+[.)])\s+")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)*_]*\s+(?=[\"'“‘(\[*_]*[A-Z0-9])")

@@ -1,6 +1,5 @@
-"""What travels inside every archive: from bytes to top-k, by the artifact's own card.
+"""The runtime that every archive contains: from image bytes to top-k classes, as the artifact's card says.
 
-Imports torch, torchvision, Pillow, numpy and (for ONNX artifacts) onnxruntime; nothing of this
-project outside this folder, and nothing of TorchServe. The measurements use it too, so that what
-is measured is what is served.
+It imports torch, torchvision, Pillow, numpy and (for ONNX artifacts) onnxruntime. It imports nothing else of this
+project and nothing of TorchServe. Measurements use it too, so they measure what is served.
 """

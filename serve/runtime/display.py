@@ -1,4 +1,4 @@
-"""How an object shows itself to whoever holds it: one line in a terminal, a small table in a notebook."""
+"""Short displays of objects: one line in a terminal, a small table in a notebook."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import html
 import reprlib
 from collections.abc import Mapping, Sequence, Sized
 
-#: Letters of a value that is told at a glance.
+#: Most characters of a displayed value.
 _LONG = 60
 
 
 class Described:
-    """Shows itself by its facts, and not by all that it holds, which may be thousands of images."""
+    """Shows the object's facts instead of all its contents, which may be thousands of images."""
 
     def _facts(self) -> dict[str, str]:
-        """What of it is worth a glance, by its name; each is short and at hand: nothing is read or computed.
+        """Return the facts to display, by name. They are short, and need no reading or computing.
 
-        By default the fields of a record that are not empty, and of what they hold more of, how many.
+        By default these are the non-empty fields of a record. Of a collection only its size is shown.
         """
         names = getattr(type(self), "model_fields", None)  # pydantic's
         if names is None:
@@ -26,7 +26,7 @@ class Described:
         return {name: glance(value) for name, value in values if not _is_empty(value)}
 
     def _more(self) -> dict[str, str]:
-        """What a table has room for beside the facts."""
+        """Return further rows for the table."""
         return {}
 
     def __repr__(self) -> str:
@@ -37,7 +37,7 @@ class Described:
 
 
 def glance(value: object) -> str:
-    """A value in a few letters."""
+    """Return a value in a few characters."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Described):
@@ -54,13 +54,13 @@ def _is_empty(value: object) -> bool:
 
 
 def _is_plain(values: Mapping[object, object] | Sequence[object]) -> bool:
-    """Whether some numbers or words are short enough to be shown."""
+    """Whether numbers or words are short enough to be shown."""
     inside = values.values() if isinstance(values, Mapping) else values
     return len(values) <= 4 and all(isinstance(v, int | float | str) for v in inside) and len(str(values)) <= _LONG
 
 
 def fact_table(rows: Mapping[str, tuple[str, ...]]) -> str:
-    """An HTML table of a row for each name, with its cells."""
+    """Return an HTML table with a row for each name."""
     cells = "".join(
         f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
         for name, values in rows.items()

@@ -1,7 +1,7 @@
-"""How the kinds of things that can be added are found: each is one file of a package, or comes from outside.
+"""Registries of extensible kinds, for example engines. Each entry is a file of a package or comes from outside.
 
-An entry registers itself when its module is imported. The modules of the kind's own package are imported when the
-registry is first read, and so are those that installed distributions name as entry points of the kind's group.
+An entry registers itself when its module is imported. The first read of a registry imports the modules of its package.
+It also imports the modules that installed distributions name as entry points of the registry's group.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .errors import UserError, did_you_mean
 
 
 class Named(Protocol):
-    """What a registry keeps: anything with a name."""
+    """An entry of a registry: anything with a name."""
 
     @property
     def name(self) -> str:
-        """The word for it on the command line, in recipes and in reports."""
+        """The name on the command line, in recipes and in reports."""
         ...
 
 
@@ -27,19 +27,19 @@ T = TypeVar("T", bound=Named)
 
 
 def defined_at(code: object) -> str:
-    """Module and name of a function or a class; empty of what has none, such as a partial or a lambda."""
+    """Return module and name of a function or class. Empty for partials, lambdas and others without a name."""
     name = getattr(code, "__qualname__", "")
     return f"{code.__module__}.{name}" if name and "<lambda>" not in name else ""
 
 
 class Registry(Generic[T]):
-    """The entries of one kind by name. Safe to read from several threads once it has been read in one.
+    """The entries of one kind by name. After the first read, several threads may read it.
 
     Args:
-        kind: what an entry is called in messages, such as ``pass``.
-        package: whose modules hold the project's own entries; a module, where it needs no others.
-        group: the entry-point group of foreign distributions; each entry point names a module to import.
-        may_lack: whether a module of the package may be left out because a library that it imports is not installed.
+        kind: the word for an entry in messages, for example ``pass``.
+        package: the package with the project's own entries, or a single module.
+        group: the entry-point group of foreign distributions. Each entry point names a module to import.
+        may_lack: whether a module of the package may be skipped if a library that it imports is not installed.
     """
 
     def __init__(self, kind: str, package: str, group: str, *, may_lack: bool = False) -> None:
@@ -56,12 +56,12 @@ class Registry(Generic[T]):
         """Add an entry and return it.
 
         Args:
-            entry: what to add.
-            home: where it is defined, see `defined_at`. What is defined there again takes its place: a cell of a
-                notebook is run again.
+            entry: the entry.
+            home: where it is defined, see `defined_at`. An entry from the same place is replaced: a notebook may run a
+                cell again.
 
         Raises:
-            ValueError: its name is taken.
+            ValueError: the name is taken.
         """
         if entry.name in self._entries and not (home and home == self._homes.get(entry.name)):
             raise ValueError(f"a {self.kind} named {entry.name!r} is registered already")
@@ -70,11 +70,11 @@ class Registry(Generic[T]):
         return entry
 
     def registered(self) -> tuple[T, ...]:
-        """The entries that have registered so far, without looking for more."""
+        """Return the entries registered so far, without a search for more."""
         return tuple(self._entries.values())
 
     def all(self) -> dict[str, T]:
-        """Every entry, in the order of the names.
+        """Return every entry, sorted by name.
 
         Raises:
             UserError: a foreign distribution's module does not import.
@@ -86,7 +86,7 @@ class Registry(Generic[T]):
                 self._import(name)
             for point in metadata.entry_points(group=self._group):
                 if point.module.rpartition(".")[2] in own:
-                    continue  # in an archive, a foreign engine has become one of the package's
+                    continue  # in an archive, a foreign engine belongs to the package
                 try:
                     importlib.import_module(point.module)
                 except Exception as error:
@@ -107,10 +107,10 @@ class Registry(Generic[T]):
             self._left_out[name] = lacking
 
     def find(self, name: str) -> T:
-        """The entry called ``name``.
+        """Return the entry called ``name``.
 
         Raises:
-            UserError: there is none; the message names the nearest and lists all.
+            UserError: there is none. The message names the closest and lists all.
         """
         known = self.all()
         if name not in known:

@@ -36,7 +36,7 @@ def parts_of(body: bytes, content_type: str) -> Sequence[Part]:
     boundary = options.get(b"boundary", b"")
     if not 1 <= len(boundary) <= 200:
         raise RequestError("the multipart form's content type has no boundary")
-    collected = _Collected()
+    collected = _PartCollector()
     try:
         parser = MultipartParser(boundary, collected.callbacks())  # type: ignore[arg-type]
         parser.write(body)
@@ -48,7 +48,7 @@ def parts_of(body: bytes, content_type: str) -> Sequence[Part]:
     return collected.parts
 
 
-class _Collected:
+class _PartCollector:
     """The callbacks of a parser, and the parts that they collect."""
 
     def __init__(self) -> None:

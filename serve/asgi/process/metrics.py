@@ -40,7 +40,7 @@ BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _MODEL = ("model", "version")
 _Metric = TypeVar("_Metric", Counter, Histogram)
-_LONGEST = 200  # characters of a reason in a label
+_LONGEST_REASON = 200  # characters of a reason in a label
 
 
 class Metrics:
@@ -58,7 +58,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        self.registry.register(_Now(application))
+        self.registry.register(_CurrentState(application))
         self._children: dict[tuple[object, ...], Any] = {}
         self._requests = self._counter("serve_requests", "Requests that are over", "route", *_MODEL, "status")
         self._images = self._counter("serve_images", "Images of requests that are over", *_MODEL)
@@ -100,9 +100,9 @@ class Metrics:
             encode, content_type = choose_encoder(call.headers.get("accept", ""))
         except TypeError:  # prometheus_client 0.26 raises for a version that is not a number
             encode, content_type = choose_encoder("")
-        told: _Told | CollectorRegistry = self.registry
+        told: _CollectedMetrics | CollectorRegistry = self.registry
         if self._siblings is not None:
-            told = _Told(await self._siblings.gather(self.registry.collect()))
+            told = _CollectedMetrics(await self._siblings.gather(self.registry.collect()))
         return Response(200, encode(told), content_type)
 
     def _child(self, metric: _Metric, *values: str) -> _Metric:
@@ -119,7 +119,7 @@ class Metrics:
         return Histogram(name, description, labels, buckets=buckets, registry=self.registry)
 
 
-class _Told(Collector):
+class _CollectedMetrics(Collector):
     """Metrics that are collected already."""
 
     def __init__(self, metrics: list[Metric]) -> None:
@@ -130,7 +130,7 @@ class _Told(Collector):
         return self._metrics
 
 
-class _Now(Collector):
+class _CurrentState(Collector):
     """Gauges, read from the application at each scrape."""
 
     def __init__(self, application: Application) -> None:
@@ -158,11 +158,11 @@ class _Now(Collector):
             for entry in served:
                 family.add_metric((entry.name, entry.version), value(entry))
             yield family
-        yield _info(served)
-        yield _passed_over(served)
+        yield _info_metric(served)
+        yield _passed_over_metric(served)
 
 
-def _info(served: list[Served]) -> Metric:
+def _info_metric(served: list[Served]) -> Metric:
     labels = ("artifact", "format", "precision", "execution", "provider", "device", "threads", "max_batch", "content")
     family = GaugeMetricFamily("serve_model_info", "What is served, and what really runs it", labels=(*_MODEL, *labels))
     for entry in served:
@@ -171,7 +171,7 @@ def _info(served: list[Served]) -> Metric:
     return family
 
 
-def _passed_over(served: list[Served]) -> Metric:
+def _passed_over_metric(served: list[Served]) -> Metric:
     family = GaugeMetricFamily(
         "serve_passed_over",
         "An execution that would be preferred and does not work here",
@@ -179,7 +179,7 @@ def _passed_over(served: list[Served]) -> Metric:
     )
     for entry in served:
         for passed in entry.predictor.passed_over:
-            family.add_metric((entry.name, entry.version, passed.execution, passed.reason[:_LONGEST]), 1.0)
+            family.add_metric((entry.name, entry.version, passed.execution, passed.reason[:_LONGEST_REASON]), 1.0)
     return family
 
 

@@ -44,7 +44,7 @@ class MetricsExchange:
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):  # the other process has timed out
-                writer.write(_written(tell()))
+                writer.write(_to_json(tell()))
                 await writer.drain()
             writer.close()
 
@@ -86,7 +86,7 @@ class MetricsExchange:
             async with asyncio.timeout(_ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(self._socket(number))
                 try:
-                    return _read(await reader.read())
+                    return _from_json(await reader.read())
                 finally:
                     writer.close()
         except (OSError, ValueError):  # the process starts or ends
@@ -96,7 +96,7 @@ class MetricsExchange:
         return Path(f"/proc/self/fd/{self._descriptor}/{number}.sock")
 
 
-def _written(metrics: Iterable[Metric]) -> bytes:
+def _to_json(metrics: Iterable[Metric]) -> bytes:
     return json.dumps(
         [
             (
@@ -111,7 +111,7 @@ def _written(metrics: Iterable[Metric]) -> bytes:
     ).encode()
 
 
-def _read(written: bytes) -> list[Metric]:
+def _from_json(written: bytes) -> list[Metric]:
     found = []
     for name, documentation, kind, unit, samples in json.loads(written):
         metric = Metric(name, documentation, kind, unit)

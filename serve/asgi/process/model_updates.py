@@ -79,7 +79,7 @@ class ModelUpdates:
             weights: list[tuple[Served, int]] = []
             try:
                 for entry in wanted:
-                    served = await self._same(entry)
+                    served = await self._unchanged(entry)
                     if served is None:
                         started = time.perf_counter()
                         try:
@@ -101,9 +101,9 @@ class ModelUpdates:
             for served, weight in weights:  # also of those that stay, but only now
                 served.weight = weight
             for old in self._models.replace(found):
-                task = asyncio.ensure_future(self._leave(old))
+                task = asyncio.ensure_future(self._close_version(old))
                 self._leaving.add(task)
-                task.add_done_callback(self._left)
+                task.add_done_callback(self._forget_closing)
             if opened:
                 freeze_heap()
 
@@ -118,12 +118,12 @@ class ModelUpdates:
         """
         seconds = self._drain_s if within_s is None else within_s
         async with self._changing:
-            leaving = [asyncio.ensure_future(self._leave(old, seconds)) for old in self._models.replace({})]
+            leaving = [asyncio.ensure_future(self._close_version(old, seconds)) for old in self._models.replace({})]
             over, late = await asyncio.wait(self._leaving, timeout=seconds) if self._leaving else (set(), set())
             answered = await asyncio.gather(*leaving)
         return all(answered) and all(task.result() for task in over) and not late
 
-    async def _same(self, wanted: Wanted) -> Served | None:
+    async def _unchanged(self, wanted: Wanted) -> Served | None:
         """Return the served version that was opened from the same bytes. None: there is none."""
         for served in self._models:
             if (served.name, served.version) == (wanted.name, wanted.version):
@@ -131,11 +131,11 @@ class ModelUpdates:
                 return served if digest == served.digest else None
         return None
 
-    def _left(self, task: asyncio.Task[bool]) -> None:
+    def _forget_closing(self, task: asyncio.Task[bool]) -> None:
         self._leaving.discard(task)
         freeze_heap()  # frees what it held; at shutdown this would only take time
 
-    async def _leave(self, served: Served, within_s: float | None = None) -> bool:
+    async def _close_version(self, served: Served, within_s: float | None = None) -> bool:
         answered = True
         ends = time.monotonic() + (self._drain_s if within_s is None else within_s)
         try:

@@ -218,11 +218,11 @@ class _Group:
         try:
             self._members[number] = started = self._started(number, opened)
         except OSError as error:  # too many files or processes, or no memory
-            self._is_missing(number, f"cannot be started ({error.strerror or error})")
+            self._replace(number, f"cannot be started ({error.strerror or error})")
             return
         loop = asyncio.get_running_loop()
         loop.add_reader(started.pipe.fileno(), self._hear, number, started)
-        loop.add_reader(started.process.sentinel, self._has_ended, number, started)
+        loop.add_reader(started.process.sentinel, self._handle_exit, number, started)
 
     def _started(self, number: int, opened: socket.socket | None) -> _Started:
         context = multiprocessing.get_context("spawn")
@@ -232,7 +232,7 @@ class _Group:
             target=_serve, args=(self._settings, self._wanted, member), name=f"serve-{number}", daemon=False
         )
         try:
-            with theirs, _cores(self._shares[number]), _deaf():
+            with theirs, _use_cores(self._shares[number]), _block_signals():
                 process.start()
         except OSError:
             ours.close()
@@ -261,7 +261,7 @@ class _Group:
             elif isinstance(message, Changed):
                 if started.change == message.number:
                     started.change = 0
-                self._look_at_changes()
+                self._finish_reload()
 
     async def _watch(self) -> None:
         """Kill a process that does not answer, for whatever reason. Another one takes its place.
@@ -298,7 +298,7 @@ class _Group:
             self._say(f"ready: {self._url} ({len(self._shares)} processes)")
             notify("READY=1")
 
-    def _has_ended(self, number: int, started: _Started) -> None:
+    def _handle_exit(self, number: int, started: _Started) -> None:
         self._hear(number, started)
         loop = asyncio.get_running_loop()
         loop.remove_reader(started.process.sentinel)
@@ -308,16 +308,16 @@ class _Group:
         status = started.process.exitcode or 0
         started.process.close()
         del self._members[number]
-        self._look_at_changes()
+        self._finish_reload()
         if not self._ending:
-            self._is_missing(number, started.killed or _ended_by(status), started.failed)
+            self._replace(number, started.killed or _exit_reason(status), started.failed)
         else:
             if status and not self._status:
                 self._status = status if status > 0 else 128 - status
             if not self._members:
                 self._over.set()
 
-    def _is_missing(self, number: int, why: str, failed: Failed | None = None) -> None:
+    def _replace(self, number: int, why: str, failed: Failed | None = None) -> None:
         """Start a replacement if other processes serve meanwhile. Otherwise end."""
         if self._was_ready and any(other.ready for other in self._members.values()):
             pause = self._pauses[number]
@@ -344,7 +344,7 @@ class _Group:
                 started.pipe.send(Change(self._changes))
                 started.change = self._changes
 
-    def _look_at_changes(self) -> None:
+    def _finish_reload(self) -> None:
         """Notify systemd once all processes have finished the change."""
         if self._reloading and not self._ending and not any(started.change for started in self._members.values()):
             self._reloading = False
@@ -374,7 +374,7 @@ class _Group:
 
 
 @contextlib.contextmanager
-def _cores(share: Sequence[int]) -> Iterator[None]:
+def _use_cores(share: Sequence[int]) -> Iterator[None]:
     """Let child processes of the block use only these cores. Libraries then start that many threads."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, share)
@@ -385,7 +385,7 @@ def _cores(share: Sequence[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
+def _block_signals() -> Iterator[None]:
     """Block the signals of a child process that starts in the block, until it can handle them.
 
     Ctrl-C goes to all foreground processes of a terminal, and systemd signals all processes of a service.
@@ -398,7 +398,7 @@ def _deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _ended_by(status: int) -> str:
+def _exit_reason(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"

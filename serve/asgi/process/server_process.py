@@ -127,16 +127,16 @@ class _Process:
         self.over = threading.Event()
         self.stopped = False  # whether it has stopped listening
         self._tasks: set[asyncio.Task[None]] = set()
-        self._looking = asyncio.Lock()
+        self._reload_lock = asyncio.Lock()
 
     async def serve(self, opened: socket.socket | None, file: SocketFile | None, first: Sequence[Wanted]) -> int:
         """Serve on a socket. Without one, load the models first and then join the other processes of the group."""
         self._opened = opened
         self._prepare(first)
-        self._heed_signals()
+        self._handle_signals()
         if self._opened is not None:
             await self._listen(self._opened)
-            self._say_where(self._opened, first)
+            self._announce(self._opened, first)
         loading: asyncio.Future[None] = asyncio.ensure_future(self._load(first))
         watching = asyncio.ensure_future(self._watch())
         threading.Thread(target=self._watch_loop, name="watch", daemon=True).start()
@@ -150,7 +150,7 @@ class _Process:
         self._begun.set()
         if self._serving is not None:
             await asyncio.wait({ending, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        await self._listen_no_more(file)
+        await self._stop_listening(file)
         watching.cancel()
         ending.cancel()
         # A thread that opens a model cannot be stopped. Its model is closed once it is open.
@@ -186,13 +186,13 @@ class _Process:
         )
         self._server = HttpServer(uvicorn_config(self._application, settings))
 
-    def _heed_signals(self) -> None:
+    def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end, number)
         loop.add_signal_handler(signal.SIGHUP, self._change, None)
         if (member := self._member) is not None:
-            loop.add_reader(member.parent.fileno(), self._is_asked, member)
+            loop.add_reader(member.parent.fileno(), self._handle_parent, member)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     async def _listen(self, opened: socket.socket) -> None:
@@ -210,14 +210,14 @@ class _Process:
         except PipelineError as error:
             self._fail(error)
 
-    def _say_where(self, opened: socket.socket, first: Sequence[Wanted]) -> None:
+    def _announce(self, opened: socket.socket, first: Sequence[Wanted]) -> None:
         listening = self._settings.listening
         names = ", ".join(f"{entry.name} {entry.version}" for entry in first)
         self._say(f"serving {names} at {listening.url(opened)}: loading")
         for line in (*self._application.notes, *listening.opens(tokens=self._settings.token_file is not None)):
             self._say(line)
 
-    async def _listen_no_more(self, file: SocketFile | None) -> None:
+    async def _stop_listening(self, file: SocketFile | None) -> None:
         """Wait until load balancers see that the server is not ready. Then stop listening and drain."""
         self._application.draining = True
         notify("STOPPING=1")
@@ -280,7 +280,7 @@ class _Process:
             return
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
-            async with self._looking:  # the last change must use what was read last
+            async with self._reload_lock:  # the last change must use what was read last
                 tls = self._settings.listening.tls
                 secrets = None if tls is None else await asyncio.to_thread(tls.read)
                 wanted = await asyncio.to_thread(self._wanted)
@@ -334,7 +334,7 @@ class _Process:
             self._ending.set()
             self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
 
-    def _is_asked(self, member: Member) -> None:
+    def _handle_parent(self, member: Member) -> None:
         """Handle a message of the parent process. End if the parent has ended."""
         with contextlib.suppress(EOFError, OSError):
             asked = member.parent.recv()

@@ -48,7 +48,7 @@ class Version(Config):
         return value
 
 
-class _Once(Loader):
+class _UniqueKeys(Loader):
     """YAML that rejects a repeated key. PyYAML would silently drop the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -127,7 +127,7 @@ class Plan:
         name, equals, place = word.partition("=")
         if not equals or "/" in name:  # the sign belongs to a folder's name
             name, place = Path(word).stem, word
-        archive = _existing(Path(place))
+        archive = _existing_archive(Path(place))
         return Wanted(check_model_name(name), MODEL_VERSION, archive)
 
     def _of_run(self, target: stored_runs.Target) -> tuple[str, Path]:
@@ -138,7 +138,7 @@ class Plan:
         """Return the archive for a word in a file of models in this folder."""
         named = "a file of models names them by its keys, and not by NAME="
         if word.endswith(".mar"):
-            return _existing(folder / word, f"; {named}" if "=" in word else "")
+            return _existing_archive(folder / word, f"; {named}" if "=" in word else "")
         target = stored_runs.find_target(word)
         if target.name is not None:
             raise UserError(f"{word}: {named}")
@@ -146,7 +146,7 @@ class Plan:
 
     def _of_file(self, file: Path) -> list[Wanted]:
         try:
-            body = yaml.load(file.read_text(encoding="utf-8"), _Once)
+            body = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
         except OSError as error:
             raise UserError(f"{file}: cannot be read ({error.strerror})") from None
         except (
@@ -167,7 +167,7 @@ class Plan:
         ]
 
 
-def _existing(path: Path, hint: str = "") -> Path:
+def _existing_archive(path: Path, hint: str = "") -> Path:
     """Return the path of an archive.
 
     Raises:

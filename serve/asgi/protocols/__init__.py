@@ -1,4 +1,5 @@
-"""What our own server speaks: TorchServe's paths, KServe's version 1, the Open Inference Protocol by REST and gRPC.
+"""The own server's protocols: TorchServe's paths, KServe's version 1, the Open Inference Protocol by REST and gRPC.
 
-In: a `Call`, or a gRPC message. Does: reads it as a request of the runtime. Out: outcomes as that protocol has them.
+Input: a `Call`, or a gRPC message. Work: parse it as a request of the runtime. Output: results in that protocol's
+format.
 """

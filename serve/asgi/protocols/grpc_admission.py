@@ -1,6 +1,6 @@
-"""Who may read a gRPC message now: grpc tells a message's size when it has all of it in memory, so few read at once.
+"""Limits how many gRPC messages are read at once. grpc reports a message's size only when all of it is in memory.
 
-Of what is not being read, grpc takes in no more than the first window of HTTP/2, 64 kB.
+Of a message that is not being read, grpc holds no more than the first window of HTTP/2, 64 kB.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from contextlib import asynccontextmanager
 
 from serve.asgi.http.messages import RefusedError, try_again
 
-#: Seconds that somebody waits for a turn until the reader that has had its own for longest must give way.
+#: Seconds that a request waits until the longest reader must give up its turn.
 _PATIENCE_S = 1.0
 
 
 class MessageAdmission:
-    """Turns to read, first come, first served. Used in one event loop.
+    """Turns to read a message, first come, first served. Use it in one event loop.
 
-    A client that sends slowly keeps its turn for as long as nobody else needs it, and ``_PATIENCE_S`` at least.
+    A slow client keeps its turn as long as nobody else needs it, and at least ``_PATIENCE_S``.
 
     Args:
-        turns: messages that are read at once.
-        seconds: for a message to arrive, the wait for its turn included.
+        turns: messages that may be read at once.
+        seconds: time for a message to arrive, including the wait for its turn.
     """
 
     def __init__(self, turns: int, seconds: float) -> None:
         self._turns = asyncio.Semaphore(turns)
         self._seconds = seconds
-        self._readers: dict[asyncio.Timeout, float] = {}  # since when each reads, the first first
+        self._readers: dict[asyncio.Timeout, float] = {}  # when each reader began, in order
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Read within.
+        """Wait for a turn, and hold it for the block.
 
         Raises:
-            RefusedError: 408, the message did not arrive in time, or too slowly while others waited; 503, there was
-                no turn in time.
+            RefusedError: 408, the message did not arrive in time, or too slowly while others waited. 503, no turn was
+                free in time.
         """
         loop = asyncio.get_running_loop()
         ends = loop.time() + self._seconds

@@ -1,6 +1,6 @@
-"""The Open Inference Protocol's gRPC service beside the HTTP server: the same models, queue, tokens and observers.
+"""gRPC server of the Open Inference Protocol, with the models, queues, tokens and observers of the HTTP server.
 
-It lives in the application's event loop. A client's deadline becomes the service's; what is cancelled is not computed.
+It runs in the application's event loop. The service gets the client's deadline. A cancelled request is not computed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _METADATA_BYTES = 16 * 1024
 
 
 class GrpcServer:
-    """The service of one application.
+    """The gRPC service of one application.
 
     Args:
-        application: who answers; everybody who reaches the address may ask, with a token if the application has any.
-        listening: at whose host, and with whose certificate.
-        port: 0 takes a free one, and ``port`` says which.
-        grace_s: seconds for requests that are under way when it stops; fewer where the application ends sooner.
-        shared: whether other processes of this user may listen at the port, too.
+        application: answers the requests. Clients need a token if the application has tokens.
+        listening: gives host and certificate.
+        port: the port. 0 takes a free one, which ``port`` then shows.
+        grace_s: seconds for open requests when the server stops, but not after the application's own end.
+        shared: whether other processes of this user may listen at the port too.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class GrpcServer:
         self._server: Any = None
 
     def attach(self) -> None:
-        """Start and stop with the application."""
+        """Start and stop together with the application."""
         self.application.on_start.append(self.start)
         self.application.on_stop.append(self.stop)
 
     async def start(self) -> None:
-        """Listen.
+        """Start to listen.
 
         Raises:
             UserError: the address cannot be used.
@@ -82,17 +82,17 @@ class GrpcServer:
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", _METADATA_BYTES),
                 ("grpc.max_allowed_incoming_connections", limits.connections),
-                # Until the greeting of HTTP/2 is whole: grpc waits two minutes for it.
+                # Until the HTTP/2 preface is complete. grpc's default is two minutes.
                 ("grpc.server_handshake_timeout_ms", round(limits.head_s * 1000)),
                 ("grpc.http2.settings_timeout", round(limits.head_s * 1000)),
                 ("grpc.max_connection_idle_ms", limits.keep_alive_s * 1000),
-                # Of a message that is not read, no more than HTTP/2's first window: it would grow with the bandwidth.
+                # Keep HTTP/2's first window for an unread message. The probe would let it grow with the bandwidth.
                 ("grpc.http2.bdp_probe", 0),
-                # Else a second server would share the port, and the requests.
+                # Else a second server could share the port, and take some of the requests.
                 ("grpc.so_reuseport", int(self._shared)),
             ],
         )
-        methods: dict[str, Callable[[Any, _Asked], Awaitable[Any]]] = {
+        methods: dict[str, Callable[[Any, _GrpcRequest], Awaitable[Any]]] = {
             "ServerLive": self._server_live,
             "ServerReady": self._server_ready,
             "ModelReady": self._model_ready,
@@ -101,9 +101,9 @@ class GrpcServer:
             "ModelInfer": self._model_infer,
         }
         handlers = {
-            # As streams, of which one message is read: so the token is looked at before the message is taken in.
+            # Handlers get a stream and read one message of it. The token is checked before the message is received.
             name: grpc.stream_unary_rpc_method_handler(
-                self._behaviour(name, method),
+                self._handler(name, method),
                 request_deserializer=None,
                 response_serializer=lambda response: response.SerializeToString(),
             )
@@ -118,7 +118,7 @@ class GrpcServer:
                 self.port = server.add_insecure_port(f"{place}:{self.port}")
             else:
                 self.port = server.add_secure_port(f"{place}:{self.port}", credentials)
-        except RuntimeError:  # its text speaks of C++
+        except RuntimeError:  # its text is about C++
             raise UserError(
                 f"gRPC cannot listen at {place}:{self.port}: stop what listens there or choose another --grpc-port"
             ) from None
@@ -127,106 +127,108 @@ class GrpcServer:
         self._server = server
 
     async def stop(self) -> None:
-        """Take no more requests, and wait for those that are under way."""
+        """Stop accepting requests, and wait for open ones."""
         if self._server is not None:
             await self._server.stop(min(self._grace_s, self.application.ends_in))
             self._server = None
 
-    def _behaviour(
-        self, name: str, method: Callable[[Any, _Asked], Awaitable[Any]]
+    def _handler(
+        self, name: str, method: Callable[[Any, _GrpcRequest], Awaitable[Any]]
     ) -> Callable[[Any, Any], Awaitable[Any]]:
         async def answer(messages: AsyncIterator[bytes], context: Any) -> Any:
-            asked = _Asked(name, context)
+            rpc = _GrpcRequest(name, context)
             self.application.in_flight += 1
             try:
-                response = await self._answer(method, messages, asked)
+                response = await self._answer(method, messages, rpc)
             finally:
                 self.application.in_flight -= 1
-                self.application.held.bytes -= asked.kept
-                self.application.observe(asked.observation, asked.arrived)
+                self.application.held.bytes -= rpc.kept
+                self.application.observe(rpc.observation, rpc.arrived)
             if isinstance(response, RefusedError):
                 code = grpc.StatusCode[oip_grpc.STATUSES.get(response.status, "UNKNOWN")]
-                text, trailers = str(response), (*asked.trailers(), *response.headers)
-                # grpc 1.85 keeps this frame in a cycle when it aborts, and the refusal's traceback has the message.
+                text, trailers = str(response), (*rpc.trailers(), *response.headers)
+                # grpc 1.85 keeps this frame in a cycle when it aborts. The traceback of the refusal refers to the
+                # message.
                 del response
                 await context.abort(code, text, trailers)
-            context.set_trailing_metadata(asked.trailers())
+            context.set_trailing_metadata(rpc.trailers())
             return response
 
         return answer
 
     async def _answer(
-        self, method: Callable[[Any, _Asked], Awaitable[Any]], messages: AsyncIterator[bytes], asked: _Asked
+        self, method: Callable[[Any, _GrpcRequest], Awaitable[Any]], messages: AsyncIterator[bytes], rpc: _GrpcRequest
     ) -> Any | RefusedError:
-        observation = asked.observation
+        observation = rpc.observation
         observation.status = 200
         try:
-            if asked.method in _PUBLIC:
-                return await method(None, asked)  # its message has no fields, and a stranger's is not taken in
+            if rpc.method in _PUBLIC:
+                return await method(None, rpc)  # the message has no fields, so it need not be received
             if self.application.tokens is not None:
-                self.application.tokens.check(asked.metadata.get("authorization", ""))
-            return await method(await self._received(messages, asked), asked)
+                self.application.tokens.check(rpc.metadata.get("authorization", ""))
+            return await method(await self._receive(messages, rpc), rpc)
         except RefusedError as error:
-            if error.kind not in observation.refusals:  # that of an image was counted as its own
+            if error.kind not in observation.refusals:  # the refusal of an image is recorded already
                 observation.refusals += (error.kind,)
             observation.status = error.status
             return error
         except (asyncio.CancelledError, ClientGoneError):
-            # gRPC cancels what the client has given up, and what its deadline is over for.
+            # gRPC cancels on a disconnect or a passed deadline.
             observation.status = CLIENT_GONE
             observation.refusals += ("client-gone",)
             raise
-        except Exception as error:  # noqa: BLE001 - one request's fault must not be told as gRPC would: with its text
+        except Exception as error:  # noqa: BLE001 - gRPC would send the error's text to the client
             refused = fault(error, observation.request_id)
             observation.status, observation.refusals = refused.status, (*observation.refusals, refused.kind)
             return refused
 
-    async def _received(self, messages: AsyncIterator[bytes], asked: _Asked) -> Any:
-        """The one message of a request."""
+    async def _receive(self, messages: AsyncIterator[bytes], rpc: _GrpcRequest) -> Any:
+        """Receive and parse the one message of a request."""
         held = self.application.held
         async with self._admission.turn():
-            held.take(0)  # what has no room is not read
+            held.take(0)  # raises if there is no room for a message
             try:
                 content = await anext(messages)
             except StopAsyncIteration:
                 raise RefusedError(400, "the request has no message", "bad-request") from None
-            # grpc 1.85 keeps a message for as long as its stream's end was not read: in a cycle, until Python's
-            # collector comes by.
+            # grpc 1.85 keeps a message in a cycle if the end of its stream is not read. It would stay until the garbage
+            # collector runs.
             whole = await anext(messages, None) is None
-            asked.kept = len(content)
-            held.take(asked.kept)
+            rpc.kept = len(content)
+            held.take(rpc.kept)
         if not whole:
             raise RefusedError(400, "the request has more than one message", "bad-request")
         try:
-            return read_message(f"{asked.method}Request", content)
+            return read_message(f"{rpc.method}Request", content)
         except ValueError as error:
             raise RefusedError(400, str(error), "bad-request") from None
 
-    async def _server_live(self, _: Any, __: _Asked) -> Any:
+    async def _server_live(self, _: Any, __: _GrpcRequest) -> Any:
         return message("ServerLiveResponse")(live=True)
 
-    async def _server_ready(self, _: Any, __: _Asked) -> Any:
+    async def _server_ready(self, _: Any, __: _GrpcRequest) -> Any:
         return message("ServerReadyResponse")(ready=self.application.unready is None)
 
-    async def _model_ready(self, request: Any, _: _Asked) -> Any:
+    async def _model_ready(self, request: Any, _: _GrpcRequest) -> Any:
         served = self.application.models.get(request.name, request.version or None)
         return message("ModelReadyResponse")(ready=served.ready)
 
-    async def _server_metadata(self, _: Any, __: _Asked) -> Any:
+    async def _server_metadata(self, _: Any, __: _GrpcRequest) -> Any:
         return message("ServerMetadataResponse")(**oip.server_metadata(project_version()))
 
-    async def _model_metadata(self, request: Any, _: _Asked) -> Any:
+    async def _model_metadata(self, request: Any, _: _GrpcRequest) -> Any:
         models = self.application.models
         return oip_grpc.write_metadata(signature(models, models.get(request.name, request.version or None)))
 
-    async def _model_infer(self, request: Any, asked: _Asked) -> Any:
-        models, observation = self.application.models, asked.observation
+    async def _model_infer(self, request: Any, rpc: _GrpcRequest) -> Any:
+        models, observation = self.application.models, rpc.observation
         served = models.get(request.model_name, request.model_version or None)
         observation.model, observation.version = served.name, served.version
         with served.held():
             told = signature(models, served)
             try:
-                # Pixels are laid out anew, which may take long: the loop answers others meanwhile.
+                # Pixels are copied into a new layout, which may take long. A thread does it while the loop answers
+                # others.
                 encoded = all(entry.datatype == "BYTES" for entry in request.inputs)
                 inference = (
                     oip_grpc.read(told, request) if encoded else await asyncio.to_thread(oip_grpc.read, told, request)
@@ -234,7 +236,7 @@ class GrpcServer:
             except RequestError as error:
                 raise bad_request(error) from None
             observation.images = len(inference.request.images)
-            answered = await InferenceCall(served, inference.request, asked.deadline(inference.timeout_s)).answered()
+            answered = await InferenceCall(served, inference.request, rpc.deadline(inference.timeout_s)).answered()
             observation.tell(answered)
 
             def write() -> Any:
@@ -248,7 +250,7 @@ class GrpcServer:
 
 
 def _credentials(tls: Tls | None) -> Any:
-    """For TLS, by its newest files at each connection; None: without."""
+    """Return credentials that use the newest TLS files at each connection. None: no TLS."""
     if tls is None:
         return None
     told = tls.newest
@@ -267,8 +269,8 @@ def _configuration(secrets: Secrets) -> Any:
     return grpc.ssl_server_certificate_configuration(((secrets.key, secrets.chain),), secrets.authorities)
 
 
-class _Asked:
-    """One request as its context tells of it."""
+class _GrpcRequest:
+    """One gRPC request, read from its context."""
 
     def __init__(self, method: str, context: Any) -> None:
         self.arrived = time.monotonic()
@@ -281,12 +283,12 @@ class _Asked:
         self._left = context.time_remaining()
 
     def deadline(self, timeout_s: float | None) -> float | None:
-        """When the client gives up, by gRPC or by the request, in seconds of `time.monotonic`; None: never."""
+        """When the client gives up, by gRPC or by the request, in seconds of `time.monotonic`. None: never."""
         told = [seconds for seconds in (self._left, timeout_s) if seconds is not None]
         return self.arrived + min(told) if told else None
 
     def trailers(self) -> tuple[tuple[str, str], ...]:
-        """What is told behind the answer."""
+        """Return the trailing metadata of the response."""
         observation = self.observation
         found: tuple[tuple[str, str], ...] = (("x-request-id", observation.request_id),)
         if observation.version is not None:

@@ -1,6 +1,6 @@
-"""KServe's version 1 on this server: instances in JSON, as the runtime's `protocol` reads and answers them.
+"""KServe's version 1 protocol: instances in JSON, parsed and answered by the runtime's `protocol`.
 
-Source: KServe's documentation, "V1 Protocol", which takes the form of the request from TensorFlow Serving's REST API.
+Source: KServe's documentation, "V1 Protocol". The form of the request is from TensorFlow Serving's REST API.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def add_routes(application: Application) -> None:
-    """Answer the protocol's paths; that the server lives needs no token."""
+    """Add the protocol's paths. Only the liveness probe needs no token."""
     application.router.add("GET", "/", live, public=True)
     application.router.add("GET", "/v1/models", models)
     application.router.add("GET", "/v1/models/{name}", model)
@@ -35,26 +35,26 @@ def add_routes(application: Application) -> None:
 
 
 async def live(_: Call) -> Response:
-    """What KServe's servers say at their root, where its client asks whether they live.
+    """Answer the liveness probe at the root path, as KServe's servers do.
 
-    The documentation leaves it out, and KServe's own client reads it (SDK 0.21).
+    The documentation does not mention it, but KServe's own client reads it (SDK 0.21).
     """
     return json_response(200, {"status": "alive"})
 
 
 async def models(call: Call) -> Response:
-    """The names of all models."""
+    """List the names of all models."""
     return json_response(200, {"models": list(call.models.names)})
 
 
 async def model(call: Call) -> Response:
-    """Whether a model answers; 503 where it does not."""
+    """Return whether a model is ready: status 200, or 503 if not."""
     served = call.take(call.parameters["name"])
     return json_response(200 if served.ready else 503, {"name": served.name, "ready": served.ready})
 
 
 async def predict(call: Call) -> Response:
-    """The classes of each instance."""
+    """Classify the instances of a request."""
     name, verb = split_verb(call.parameters["name"])
     if verb == "explain":
         raise RefusedError(501, "explanations are not offered: ask /v1/models/NAME:predict", "explain")
@@ -75,16 +75,16 @@ async def predict(call: Call) -> Response:
 
 
 def split_verb(last: str) -> tuple[str, str]:
-    """``NAME:predict``, the end of a path, to the name and the verb; the verb is empty if there is none."""
+    """Split the end of a path, ``NAME:predict``, into name and verb. The verb is empty if there is none."""
     name, _, verb = last.rpartition(":")
     return (name, verb) if name else (last, "")
 
 
 def read(body: bytes, query: Mapping[str, str], *, default_k: int, instance_limit: int) -> Request:
-    """The body of ``POST /v1/models/NAME:predict``: ``{"instances": [{"b64": …}, …]}``.
+    """Parse the body of ``POST /v1/models/NAME:predict``: ``{"instances": [{"b64": …}, …]}``.
 
     Raises:
-        RequestError: it is not, or ``k`` is wrong.
+        RequestError: the body has another form, or ``k`` is wrong.
     """
     parameters: dict[str, Any] = {"body": body}
     if "k" in query:

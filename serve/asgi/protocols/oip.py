@@ -1,7 +1,7 @@
-"""The Open Inference Protocol's tensors and the runtime's requests, whatever carries them: JSON, binary data or gRPC.
+"""Converts tensors of the Open Inference Protocol to requests of the runtime, for JSON, binary data and gRPC.
 
-A model takes one tensor, ``image``: encoded images (``BYTES``) or pixels (``UINT8``), and gives four, of which a client
-takes those that it names. The protocol has no answer for a part of a request: where one image is refused, all are.
+A model has one input tensor, ``image``: encoded images (``BYTES``) or pixels (``UINT8``). It has four outputs, from
+which a client may choose. The protocol cannot answer a part of a request. If one image is refused, the request is.
 
 Source: github.com/kserve/open-inference-protocol, ``specification/protocol``.
 """
@@ -25,27 +25,27 @@ from serve.runtime.service.protocol import Request, parse_k
 #: The one input of every model.
 INPUT = "image"
 
-#: What is told in the server's metadata.
+#: The extensions in the server's metadata.
 EXTENSIONS = ("binary_tensor_data",)
 
-#: Most sides of a tensor's shape: those of pixels.
+#: Most dimensions of a tensor: those of pixels.
 RANK = 4
 
 _FRAMEWORKS = {"torchscript": "pytorch_torchscript", "exported_program": "pytorch_exported", "onnx": "onnx_onnxv1"}
-_LONGEST_SIDE = 65_535  # of pixels
+_LONGEST_SIDE = 65_535  # of an image in pixels
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What the protocol tells of one model, and what reading its requests needs.
+    """The metadata of one model, and the limits for its requests.
 
     Attributes:
-        name: as in the path.
-        versions: that are served, as in the path; the last one is the current.
-        format: the card's.
+        name: the name in the path.
+        versions: the served versions. The last one is the current.
+        format: the format in the card.
         classes: label of each output index.
-        channels: of a pixel: 3 (RGB) or 1 (grey).
-        k: classes in an answer where the request does not say.
+        channels: channels of a pixel: 3 (RGB) or 1 (grey).
+        k: default number of classes in an answer.
         instance_limit: most images in one request.
     """
 
@@ -60,7 +60,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a request: elements of ``BYTES``, or the values of another type in one piece, row-major."""
+    """One tensor of a request: the elements of ``BYTES``, or the values of another type as row-major bytes."""
 
     name: str
     datatype: str
@@ -70,7 +70,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One output that a request names; ``binary``: as binary data."""
+    """One output that a request names. ``binary``: whether to send it as binary data."""
 
     name: str
     binary: bool = False
@@ -78,14 +78,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Inference:
-    """One request, as every carrier gives it.
+    """One request in a form that is the same for every transport.
 
     Attributes:
-        request: what the runtime is asked; its ``k`` covers every output that is wanted.
-        k: classes in the outputs that are sorted.
-        wanted: outputs, in the order of the answer.
-        id: comes back in the answer; empty: there was none.
-        timeout_s: seconds until the client gives up; None: it did not say.
+        request: the request to the runtime. Its ``k`` is large enough for every wanted output.
+        k: number of classes in the sorted outputs.
+        wanted: the outputs, in the order of the answer.
+        id: returned in the answer. Empty: there was none.
+        timeout_s: seconds until the client gives up. None: unknown.
     """
 
     request: Request
@@ -97,7 +97,7 @@ class Inference:
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor of an answer; ``data`` in one piece, row-major, texts for ``BYTES``."""
+    """One tensor of an answer. ``data`` is flat and row-major, with texts for ``BYTES``."""
 
     name: str
     datatype: str
@@ -106,17 +106,18 @@ class Output:
     binary: bool = False
 
 
-#: Datatypes of the outputs. The first three have ``k`` columns, best class first; ``probabilities`` one for each class.
+#: Datatypes of the outputs. The first three have ``k`` columns, best class first. ``probabilities`` has a column for
+#: each class.
 OUTPUTS = {"label": "BYTES", "index": "INT64", "probability": "FP32", "probabilities": "FP32"}
 
 
 def server_metadata(version: str) -> dict[str, Any]:
-    """Who serves: the body of ``GET /v2``."""
+    """Return the server's metadata, the body of ``GET /v2``."""
     return {"name": "optimize-and-serve", "version": version, "extensions": list(EXTENSIONS)}
 
 
 def model_metadata(signature: Signature) -> dict[str, Any]:
-    """What a model takes and gives: the body of ``GET /v2/models/NAME``. A shape's -1 is any number."""
+    """Return a model's metadata, the body of ``GET /v2/models/NAME``. -1 in a shape is any size."""
     return {
         "name": signature.name,
         "versions": list(signature.versions),
@@ -134,15 +135,15 @@ def model_metadata(signature: Signature) -> dict[str, Any]:
 
 
 def all_outputs(*, binary: bool) -> tuple[Wanted, ...]:
-    """What a request that names no output gets."""
+    """Return the outputs for a request that names none."""
     return tuple(Wanted(name, binary) for name in OUTPUTS)
 
 
 def check_datatype(name: str, datatype: str) -> None:
-    """See that a tensor is of what models take, before its data are read as that.
+    """Check the datatype of a tensor before its data are parsed.
 
     Raises:
-        RequestError: it is not.
+        RequestError: models accept no such datatype.
     """
     if datatype not in ("BYTES", "UINT8"):
         raise RequestError(f"{name!r} must be BYTES (encoded images) or UINT8 (pixels), found {shown(datatype)}")
@@ -155,17 +156,17 @@ def read_inference(
     parameters: Mapping[str, object],
     request_id: str = "",
 ) -> Inference:
-    """What a request asks of the runtime.
+    """Convert the parts of a request to an `Inference`.
 
     Args:
-        signature: the model's.
-        tensors: its inputs.
-        wanted: the outputs that it names; `all_outputs` where it names none.
-        parameters: the request's own: ``k``, and ``timeout`` in microseconds.
-        request_id: comes back in the answer.
+        signature: the model's signature.
+        tensors: the inputs.
+        wanted: the outputs that the request names, or `all_outputs`.
+        parameters: the request's own parameters: ``k``, and ``timeout`` in microseconds.
+        request_id: returned in the answer.
 
     Raises:
-        RequestError: a tensor, an output or a parameter is not as the model's metadata say.
+        RequestError: a tensor, an output or a parameter does not fit the model's metadata.
     """
     images = _images(signature, tensors)
     k = parse_k(parameters["k"]) if "k" in parameters else signature.k
@@ -181,10 +182,10 @@ def read_inference(
 
 
 def write_outputs(signature: Signature, inference: Inference, outcomes: Sequence[Outcome]) -> tuple[Output, ...]:
-    """The tensors that answer a request whose images had these outcomes, in order.
+    """Return the output tensors for the outcomes of a request's images, in order.
 
     Raises:
-        RequestError: an image was refused; it names the first one, and has its status.
+        RequestError: an image was refused. The error names the first one and has its status.
     """
     rows: list[list[Label]] = []
     for index, outcome in enumerate(outcomes):
@@ -215,44 +216,44 @@ def _images(signature: Signature, tensors: Sequence[Tensor]) -> tuple[bytes, ...
     check_datatype(tensor.name, tensor.datatype)
     if not 1 <= len(tensor.shape) <= RANK or not all(1 <= side < 1 << 63 for side in tensor.shape):
         raise RequestError(
-            f"the shape of {INPUT!r} must be of 1 to {RANK} numbers from 1, found {_sides(tensor.shape)}"
+            f"the shape of {INPUT!r} must be of 1 to {RANK} numbers from 1, found {_shape_text(tensor.shape)}"
         )
     elements = math.prod(tensor.shape)
     if len(tensor.data) != elements:
         unit = "elements" if tensor.datatype == "BYTES" else "bytes"
         raise RequestError(
-            f"{INPUT!r} has {len(tensor.data)} {unit}, and its shape {_sides(tensor.shape)} is of {elements}"
+            f"{INPUT!r} has {len(tensor.data)} {unit}, and its shape {_shape_text(tensor.shape)} is of {elements}"
         )
     if not isinstance(tensor.data, bytes):
         if len(tensor.shape) != 1 and tensor.shape[1:] != (1,):
-            raise RequestError(f"encoded images have the shape [N] or [N,1], found {_sides(tensor.shape)}")
-        _within(elements, signature.instance_limit)
+            raise RequestError(f"encoded images have the shape [N] or [N,1], found {_shape_text(tensor.shape)}")
+        _check_count(elements, signature.instance_limit)
         return tuple(tensor.data)
     return _pixels(signature, tensor, tensor.data)
 
 
 def _pixels(signature: Signature, tensor: Tensor, data: bytes) -> tuple[bytes, ...]:
-    """Pixels as images without compression: they take the same way as all others, and are resized and bounded alike."""
+    """Return pixels as uncompressed image files. They then pass the same resize and the same limits as other images."""
     channels = signature.channels
     if len(tensor.shape) != RANK:
         raise RequestError(
-            f"pixels have the shape [N,H,W,{channels}] or [N,{channels},H,W], found {_sides(tensor.shape)}"
+            f"pixels have the shape [N,H,W,{channels}] or [N,{channels},H,W], found {_shape_text(tensor.shape)}"
         )
-    _within(tensor.shape[0], signature.instance_limit)
+    _check_count(tensor.shape[0], signature.instance_limit)
     array = np.frombuffer(data, dtype=np.uint8).reshape(tensor.shape)
     if array.shape[3] != channels:
         if array.shape[1] != channels:
             raise RequestError(
-                f"pixels have the shape [N,H,W,{channels}] or [N,{channels},H,W], found {_sides(tensor.shape)}"
+                f"pixels have the shape [N,H,W,{channels}] or [N,{channels},H,W], found {_shape_text(tensor.shape)}"
             )
         array = array.transpose(0, 2, 3, 1)
     if max(array.shape[1:3]) > _LONGEST_SIDE:
-        raise RequestError(f"pixels may have up to {_LONGEST_SIDE} rows and columns, found {_sides(tensor.shape)}")
+        raise RequestError(f"pixels may have up to {_LONGEST_SIDE} rows and columns, found {_shape_text(tensor.shape)}")
     return tuple(_bitmap(image) for image in array)
 
 
 def _bitmap(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
-    """``uint8`` ``(H, W, C)`` as a BMP file; with alpha as a PNG file: readers of BMP disagree on alpha."""
+    """Encode ``uint8`` pixels ``(H, W, C)`` as a BMP file, or with alpha as PNG: readers of BMP disagree on alpha."""
     stream = io.BytesIO()
     image = Image.fromarray(np.ascontiguousarray(pixels if pixels.shape[-1] > 1 else pixels[..., 0]))
     if image.mode in ("L", "RGB"):
@@ -262,7 +263,7 @@ def _bitmap(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
     return stream.getvalue()
 
 
-def _within(images: int, limit: int) -> None:
+def _check_count(images: int, limit: int) -> None:
     if images > limit:
         raise RequestError(f"{images} images in one request; at most {limit} are taken")
 
@@ -276,6 +277,6 @@ def _timeout(parameters: Mapping[str, object]) -> float | None:
     return value / 1e6
 
 
-def _sides(shape: tuple[int, ...]) -> str:
+def _shape_text(shape: tuple[int, ...]) -> str:
     sides = ",".join(str(side) if abs(side) < 1 << 63 else "…" for side in shape[:RANK])
     return f"[{sides}{',…' if len(shape) > RANK else ''}]"

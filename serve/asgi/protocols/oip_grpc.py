@@ -1,7 +1,7 @@
-"""The Open Inference Protocol's gRPC messages to requests and back. No server is in here: see `grpc_server`.
+"""Converts the Open Inference Protocol's gRPC messages to requests and back. For the server see `grpc_server`.
 
-Source: the protocol's ``inference_grpc.md``. A request's tensors are typed contents or raw ones, which are laid out as
-binary data over HTTP is; its answer has the same.
+Source: the protocol's ``inference_grpc.md``. A request has typed or raw tensors, and its answer has the same kind. Raw
+tensors have the layout of binary data over HTTP.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from serve.runtime.service.protocol import MOST_VALUES
 
 _CONTENTS = {"BYTES": "bytes_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}
 
-#: Names of gRPC's status codes for the statuses that a request may have over HTTP.
+#: Names of gRPC's status codes, by HTTP status.
 STATUSES: Mapping[int, str] = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
     404: "NOT_FOUND",
     408: "DEADLINE_EXCEEDED",
-    # Of pixels, instances or bytes; RESOURCE_EXHAUSTED tells clients to try again.
+    # Too many pixels, instances or bytes. RESOURCE_EXHAUSTED would make clients try again.
     413: "INVALID_ARGUMENT",
     415: "INVALID_ARGUMENT",
     499: "CANCELLED",
@@ -48,10 +48,10 @@ STATUSES: Mapping[int, str] = {
 
 
 def read(signature: Signature, request: Any) -> Inference:
-    """A ``ModelInferRequest``.
+    """Parse a ``ModelInferRequest``.
 
     Raises:
-        RequestError: it is not what the protocol or the model's metadata say.
+        RequestError: the message does not fit the protocol or the model's metadata.
     """
     raw = list(request.raw_input_contents)
     if raw and len(raw) != len(request.inputs):
@@ -66,7 +66,7 @@ def read(signature: Signature, request: Any) -> Inference:
             data = unpacked(raw[index], signature.instance_limit)
         else:
             data = raw[index]
-        # Of one that is too long no more than tells so: a client may have made it of a million numbers.
+        # Keep just enough of a shape to see that it is too long. A client may send a million numbers.
         tensors.append(Tensor(entry.name, entry.datatype, tuple(entry.shape[: RANK + 1]), data))
     wanted = tuple(Wanted(entry.name, bool(raw)) for entry in request.outputs)
     parameters = _parameters(request.parameters)
@@ -74,7 +74,7 @@ def read(signature: Signature, request: Any) -> Inference:
 
 
 def write(signature: Signature, version: str, inference: Inference, outputs: Sequence[Output]) -> Any:
-    """The ``ModelInferResponse`` that answers a request with these tensors."""
+    """Return the ``ModelInferResponse`` with these tensors."""
     response = message("ModelInferResponse")(model_name=signature.name, model_version=version, id=inference.id)
     for output in outputs:
         entry = response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
@@ -87,7 +87,7 @@ def write(signature: Signature, version: str, inference: Inference, outputs: Seq
 
 
 def write_metadata(signature: Signature) -> Any:
-    """The ``ModelMetadataResponse`` of a model."""
+    """Return the ``ModelMetadataResponse`` of a model."""
     told = model_metadata(signature)
     response = message("ModelMetadataResponse")(name=told["name"], versions=told["versions"], platform=told["platform"])
     for place in ("inputs", "outputs"):

@@ -1,7 +1,7 @@
-"""The messages of the Open Inference Protocol's gRPC service, made from a table when this module is imported.
+"""The messages of the Open Inference Protocol's gRPC service, built from a table at import.
 
-The table says what the protocol's ``open_inference_grpc.proto`` does; so no code that a compiler generated is kept
-here. The messages live in a pool of their own: a client library in the same process may have brought the same names.
+The table has the content of the protocol's ``open_inference_grpc.proto``, so no generated code is needed. The messages
+have their own pool, because a client library in the same process may define the same names.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from serve.runtime.service.protocol import MOST_VALUES
 PACKAGE: Final = "inference"
 SERVICE: Final = f"{PACKAGE}.GRPCInferenceService"
 
-#: Each method takes ``NAMERequest`` and gives ``NAMEResponse``.
+#: Each method receives ``NAMERequest`` and returns ``NAMEResponse``.
 METHODS: Final = ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer")
 
-# Fields in the order of their numbers, from 1: type and name. "*" is repeated, "%" a map from texts, "|" one of some.
+# Fields in the order of their numbers, from 1: type and name. "*" is repeated, "%" a map from texts, "|" part of a
+# oneof.
 _PARAMETERS = "%InferParameter parameters"
 _TABLE: Final[Mapping[str, tuple[str, ...]]] = {
     "ServerLiveRequest": (),
@@ -140,14 +141,14 @@ _POOL = DescriptorPool()
 _POOL.Add(_file())
 
 
-#: Fields of a message, and of those in it, that are read. A request has some ten, and one for each image; one of 64 MB
-#: could have 32 million that are empty, and protobuf makes an object of 150 bytes of each before anybody counts them.
+#: Most fields of a message, nested messages included. A request has about ten, and one for each image. A message of 64
+#: MB could have 32 million empty ones, and protobuf would allocate 150 bytes for each before anybody counts them.
 MOST_FIELDS: Final = 16_384
 
-# Bytes of a number: seven bits in each.
+# Bytes of a varint, with seven bits in each.
 _LONGEST_NUMBER: Final = 10
 
-# The types whose repeated values may be packed into one field, and their bytes; None: a number as `_number` reads it.
+# Types whose repeated values may be packed into one field, and their size in bytes. None: a varint, see `_number`.
 _PACKED: Final[Mapping[int, int | None]] = {
     FieldDescriptorProto.TYPE_BOOL: None,
     FieldDescriptorProto.TYPE_INT32: None,
@@ -160,33 +161,33 @@ _PACKED: Final[Mapping[int, int | None]] = {
 
 
 def read_message(name: str, content: bytes) -> Any:
-    """A message of its bytes.
+    """Parse a message.
 
     Raises:
-        ValueError: it is none, or has more fields or packed values than are read.
+        ValueError: the bytes are not such a message, or have too many fields or packed values.
     """
     kind = message(name)
     try:
-        _Room(content).take(kind.DESCRIPTOR, 0, len(content))
+        _FieldCounter(content).take(kind.DESCRIPTOR, 0, len(content))
         return kind.FromString(content)
     except (DecodeError, IndexError):
         raise ValueError(f"the message is no {name}") from None
 
 
-class _Room:
-    """How many fields, and values packed into fields, a message may have beside those that were counted."""
+class _FieldCounter:
+    """Counts the fields and packed values of a message, up to the limits."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
         self._fields, self._values = MOST_FIELDS, MOST_VALUES
 
     def take(self, kind: Any, place: int, end: int) -> None:
-        """Count what a message of this kind has from ``place`` to ``end``.
+        """Count the fields of a message of this kind between ``place`` and ``end``.
 
         Raises:
-            ValueError: there are more than are read.
-            DecodeError: it is no message.
-            IndexError: it ends in the middle of a number.
+            ValueError: there are too many.
+            DecodeError: the bytes are not a message.
+            IndexError: the bytes end within a number.
         """
         while place < end:
             self._fields -= 1
@@ -194,20 +195,20 @@ class _Room:
                 raise ValueError(f"the message has more than {MOST_FIELDS} fields")
             key, place = _number(self._content, place)
             wire = key & 7
-            if wire == 2:  # with a length
+            if wire == 2:  # length-delimited
                 length, place = _number(self._content, place)
                 field = kind.fields_by_number.get(key >> 3)
                 if field is not None:
-                    self._take_inner(field, place, min(end, place + length))
+                    self._count_inner(field, place, min(end, place + length))
                 place += length
             elif wire == 0:
                 _, place = _number(self._content, place)
             elif wire in (1, 5):
                 place += 8 if wire == 1 else 4
-            else:  # groups, which no message has
+            else:  # groups, which the protocol does not use
                 raise DecodeError
 
-    def _take_inner(self, field: Any, place: int, end: int) -> None:
+    def _count_inner(self, field: Any, place: int, end: int) -> None:
         if field.message_type is not None:
             self.take(field.message_type, place, end)
         elif field.is_repeated and field.type in _PACKED:
@@ -217,19 +218,19 @@ class _Room:
 
 
 def _values(content: bytes, place: int, end: int, size: int | None) -> int:
-    """How many values of ``size`` bytes, or None: numbers, a packed field has; at least, where they are too many."""
+    """Return the number of values in a packed field, or a lower bound if there are too many. ``size`` None: varints."""
     if end <= place:
         return 0
     if size is not None:
         return (end - place) // size
-    if (least := (end - place) // _LONGEST_NUMBER) > MOST_VALUES:  # without looking at 60 MB
+    if (least := (end - place) // _LONGEST_NUMBER) > MOST_VALUES:  # avoids a look at 60 MB
         return least
-    # Each number ends with its one byte below 128. numpy counts 10 MB in some ms, and Python in a second.
+    # Each varint ends with its only byte below 128. numpy counts 10 MB in some ms, Python in a second.
     return int(np.count_nonzero(np.frombuffer(content, np.int8, end - place, place) >= 0))
 
 
 def _number(content: bytes, place: int) -> tuple[int, int]:
-    """A number of seven bits in each byte, and the place behind it; none has more than ten bytes."""
+    """Read a varint of at most ten bytes. Return it and the place behind it."""
     value = 0
     for shift in range(0, 7 * _LONGEST_NUMBER, 7):
         byte = content[place]
@@ -241,5 +242,5 @@ def _number(content: bytes, place: int) -> tuple[int, int]:
 
 
 def message(name: str) -> Any:
-    """The class of a message, such as ``ModelInferRequest``."""
+    """Return the class of a message by name, for example ``ModelInferRequest``."""
     return GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))

@@ -1,7 +1,7 @@
-"""The Open Inference Protocol over HTTP: JSON, with tensors in it or as binary data behind it, to requests and back.
+"""Parses and writes the Open Inference Protocol's HTTP bodies: JSON, and binary data behind it.
 
-Sources: the protocol's ``inference_rest.md``, and its binary tensor data extension (in Triton's documentation as
-``extension_binary_data.md``), which every known client uses. No server is in here.
+Sources: the protocol's ``inference_rest.md``, and its binary tensor data extension. Triton's documentation describes
+the extension in ``extension_binary_data.md``, and every known client uses it. This module knows no server.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from serve.runtime.card.fields import shown
 from serve.runtime.errors import RequestError
 from serve.runtime.service.protocol import read_base64, read_json
 
-#: Header, of request and answer, with the length of the JSON that binary data follows.
+#: Header of requests and responses: the length of the JSON in front of binary data.
 LENGTH_HEADER = "inference-header-content-length"
 
 _MOST_TENSORS = 16
-_DEPTH = 4  # of lists in lists
+_DEPTH = 4  # of nested lists
 _NUMPY = {"INT64": "<i8", "FP32": "<f4"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent: the body, and the length of its JSON if binary data follows."""
+    """A response body, and the length of its JSON if binary data follows."""
 
     body: bytes
     json_length: int | None
 
 
 def read(signature: Signature, body: bytes, json_length: str | None) -> Inference:
-    """The body of ``POST /v2/models/NAME/infer``.
+    """Parse the body of ``POST /v2/models/NAME/infer``.
 
     Args:
-        signature: the model's.
-        body: all of it.
-        json_length: the header `LENGTH_HEADER`; None if the request has none.
+        signature: the model's signature.
+        body: the whole body.
+        json_length: value of the header `LENGTH_HEADER`. None: no header.
 
     Raises:
-        RequestError: it is not what the protocol or the model's metadata say.
+        RequestError: the body does not fit the protocol or the model's metadata.
     """
     document, binary = _split(body, json_length)
     parameters = _object(document, "parameters")
@@ -75,7 +75,7 @@ def read(signature: Signature, body: bytes, json_length: str | None) -> Inferenc
 
 
 def write(signature: Signature, version: str, inference: Inference, outputs: Sequence[Output]) -> Answer:
-    """The body that answers a request with these tensors."""
+    """Return the response body with these tensors."""
     told: dict[str, Any] = {"model_name": signature.name, "model_version": version}
     if inference.id:
         told["id"] = inference.id
@@ -94,7 +94,7 @@ def write(signature: Signature, version: str, inference: Inference, outputs: Seq
 
 
 def packed(output: Output) -> bytes:
-    """A tensor as binary data: little-endian, row-major; before each text its length in 4 bytes."""
+    """Return a tensor as binary data: little-endian, row-major, with a length of 4 bytes before each text."""
     if output.datatype == "BYTES":
         texts = [str(text).encode() for text in output.data]
         return b"".join(chain.from_iterable((struct.pack("<I", len(text)), text) for text in texts))
@@ -102,14 +102,14 @@ def packed(output: Output) -> bytes:
 
 
 def unpacked(data: bytes | memoryview, limit: int) -> tuple[bytes, ...]:
-    """The elements of ``BYTES`` in binary data, each behind its length in 4 bytes.
+    """Return the elements of ``BYTES`` from binary data. A length of 4 bytes precedes each.
 
     Args:
         data: the whole tensor.
-        limit: most elements that are taken; a tensor of 64 MiB could have 16 million.
+        limit: most elements. A tensor of 64 MiB could have 16 million.
 
     Raises:
-        RequestError: a length leads beyond the end, or there are more.
+        RequestError: a length exceeds the data, or there are too many elements.
     """
     elements: list[bytes] = []
     place = 0
@@ -128,7 +128,7 @@ def unpacked(data: bytes | memoryview, limit: int) -> tuple[bytes, ...]:
 
 
 def document_length(body: bytes, json_length: str | None) -> int:
-    """How many bytes of a body are its JSON document; binary data follow. Arguments and errors as of `read`."""
+    """Return the length of a body's JSON document in bytes. For arguments and errors see `read`."""
     if json_length is None:
         return len(body)
     if not re.fullmatch(r"[0-9]{1,18}", json_length) or int(json_length) > len(body):
@@ -139,7 +139,7 @@ def document_length(body: bytes, json_length: str | None) -> int:
 
 
 def _split(body: bytes, json_length: str | None) -> tuple[Mapping[str, Any], memoryview]:
-    """The document, and what is behind it: not copied, for each input cuts its own off."""
+    """Return the document and the data behind it. The data are a view, because each input cuts its own part off."""
     length = document_length(body, json_length)
     document = read_json(body[:length])
     if not isinstance(document, dict):
@@ -148,7 +148,7 @@ def _split(body: bytes, json_length: str | None) -> tuple[Mapping[str, Any], mem
 
 
 def _tensor(entry: Mapping[str, Any], binary: memoryview, limit: int) -> tuple[Tensor, memoryview]:
-    """One input, and the binary data that is left for those behind it."""
+    """Parse one input. Return it and the binary data of the inputs behind it."""
     name, datatype, shape = entry.get("name"), entry.get("datatype"), entry.get("shape")
     if not isinstance(name, str) or not isinstance(datatype, str):
         raise RequestError("an input must have a name and a datatype, which are texts")
@@ -168,12 +168,12 @@ def _tensor(entry: Mapping[str, Any], binary: memoryview, limit: int) -> tuple[T
         mine, binary = binary[:size], binary[size:]
         data: Sequence[bytes] | bytes = unpacked(mine, limit) if datatype == "BYTES" else bytes(mine)
     else:
-        data = _listed(name, datatype, entry.get("data"), parameters)
+        data = _json_values(name, datatype, entry.get("data"), parameters)
     return Tensor(name, datatype, tuple(shape), data), binary
 
 
-def _listed(name: str, datatype: str, data: object, parameters: Mapping[str, Any]) -> Sequence[bytes] | bytes:
-    """The values of a tensor that are in the JSON, flat or in lists of lists."""
+def _json_values(name: str, datatype: str, data: object, parameters: Mapping[str, Any]) -> Sequence[bytes] | bytes:
+    """Return the values of a tensor in the JSON, from a flat or nested list."""
     if not isinstance(data, list):
         raise RequestError(f"input {shown(name)} has no list of data")
     for _ in range(_DEPTH - 1):
@@ -191,10 +191,11 @@ def _listed(name: str, datatype: str, data: object, parameters: Mapping[str, Any
 
 
 def _element(index: int, item: object, parameters: Mapping[str, Any]) -> bytes:
-    """One element of ``BYTES`` in JSON: a text's UTF-8, which no JPEG is; or, so that one can be sent, its base64.
+    """Decode one element of ``BYTES`` in JSON: base64, or else a text's UTF-8.
 
-    The two cannot be mistaken: no image is made of the characters of base64 alone. KServe's and MLServer's clients
-    send base64, the latter with a parameter that says so.
+    The protocol means the text, but a JPEG is no UTF-8, so base64 is a way to send one. The two cannot be confused: no
+    image consists of base64 characters alone. KServe's and MLServer's clients send base64, and MLServer's says so in a
+    parameter.
     """
     if not isinstance(item, str):
         raise RequestError(f"element {index} must be a text, found {shown(item)}")

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's paths on this server; `oip_rest` reads and writes what goes over them."""
+"""The Open Inference Protocol's HTTP paths. `oip_rest` parses and writes the bodies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BINARY = "application/octet-stream"
 
 
 def add_routes(application: Application) -> None:
-    """Answer the protocol's paths: health, which needs no token, metadata and inference."""
+    """Add the protocol's paths: health without a token, metadata and inference."""
     router = application.router
 
     async def live(_: Call) -> Response:
@@ -48,7 +48,7 @@ def add_routes(application: Application) -> None:
 
 
 def signature(models: Models, served: Served) -> oip.Signature:
-    """What the protocol tells of a model that is served."""
+    """Return the signature of a served model."""
     card = served.predictor.card
     return oip.Signature(
         name=served.name,
@@ -62,7 +62,7 @@ def signature(models: Models, served: Served) -> oip.Signature:
 
 
 def project_version() -> str:
-    """The version of this project that is installed; empty where it is not."""
+    """Return the installed version of this project. Empty if it is not installed."""
     try:
         return importlib.metadata.version("optimize-and-serve")
     except importlib.metadata.PackageNotFoundError:
@@ -70,24 +70,24 @@ def project_version() -> str:
 
 
 async def server(_: Call) -> Response:
-    """Who serves."""
+    """Return the server's metadata."""
     return json_response(200, oip.server_metadata(project_version()))
 
 
 async def metadata(call: Call) -> Response:
-    """What a model takes and gives."""
-    return json_response(200, oip.model_metadata(signature(call.models, _taken(call))))
+    """Return a model's metadata."""
+    return json_response(200, oip.model_metadata(signature(call.models, _take_model(call))))
 
 
 async def model_ready(call: Call) -> Response:
-    """Whether a model answers; 503 where it does not."""
-    served = _taken(call)
+    """Return whether a model is ready: status 200, or 503 if not."""
+    served = _take_model(call)
     return json_response(200 if served.ready else 503, {"name": served.name, "ready": served.ready})
 
 
 async def infer(call: Call) -> Response:
-    """The outputs of one request, in JSON or as binary data, as it asks."""
-    served = _taken(call)
+    """Run inference. The outputs are JSON or binary data, as the request wants."""
+    served = _take_model(call)
     body = await call.body()
     told = signature(call.models, served)
     json_length = call.headers.get(oip_rest.LENGTH_HEADER)
@@ -110,7 +110,7 @@ async def infer(call: Call) -> Response:
 
     try:
         answer = await written(inference.request, write)
-    except RequestError as error:  # an image was refused, and counted as that
+    except RequestError as error:  # an image was refused, and its refusal is recorded already
         return refusal_response(refusal(error))
     if answer.json_length is None:
         return Response(200, answer.body)
@@ -118,12 +118,13 @@ async def infer(call: Call) -> Response:
 
 
 def _is_long(body: bytes, json_length: str | None) -> bool:
-    """Whether reading a body keeps the event loop: its document is long, or has pixels behind it, or may say so.
+    """Whether parsing would block the event loop: the document is long, or pixels may follow it.
 
-    A datatype may be written with escapes. JPEGs behind a short document are cut out of it, and nothing more.
+    A backslash counts as pixels, because a datatype may be written with escapes. JPEGs behind a short document are only
+    cut out.
 
     Raises:
-        RequestError: the document's length is none.
+        RequestError: the document's length is invalid.
     """
     length = oip_rest.document_length(body, json_length)
     if len(body) <= LONG_BODY:
@@ -132,11 +133,11 @@ def _is_long(body: bytes, json_length: str | None) -> bool:
 
 
 def refusal(error: RequestError) -> RefusedError:
-    """What refuses a request because of one of its images."""
+    """Return the refusal of a request for one of its images."""
     if error.status == 503:
         return try_again(str(error), "item-503")
     return RefusedError(error.status, str(error), f"item-{error.status}")
 
 
-def _taken(call: Call) -> Served:
+def _take_model(call: Call) -> Served:
     return call.take(call.parameters["name"], call.parameters.get("version"))

@@ -1,4 +1,4 @@
-"""TorchServe's paths on this server: ``/predictions/NAME``, ``/models/NAME``, ``/ping``; and what orchestrators ask."""
+"""TorchServe's paths, ``/predictions/NAME``, ``/models/NAME`` and ``/ping``, and the health probes of orchestrators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _K_HEADER = "x-top-k"
 
 
 def add_routes(application: Application) -> None:
-    """Answer TorchServe's paths, and the health of the server."""
+    """Add TorchServe's paths and the server's health."""
     router = application.router
     router.add("POST PUT", "/predictions/{name}", predict)
     router.add("POST PUT", "/predictions/{name}/{version}", predict)
@@ -47,7 +47,7 @@ def add_routes(application: Application) -> None:
 
 
 async def predict(call: Call) -> Response:
-    """The classes of one image, or of each instance; the same bytes as TorchServe's handler gives."""
+    """Classify one image or a list of instances. The response has the same bytes as from TorchServe's handler."""
     served = call.take(call.parameters["name"], call.parameters.get("version"))
     body = await call.body()
     kind = call.headers.get("content-type", "")
@@ -64,10 +64,10 @@ async def predict(call: Call) -> Response:
 
 
 def parse(call: Call, body: bytes, content_type: str, serving: Serving) -> Request:
-    """One request as the protocol reads it: what is in its query and its form goes before what is in its headers.
+    """Parse one request. Parameters in the query or the form take precedence over headers.
 
     Raises:
-        RequestError: it does not say what to classify.
+        RequestError: the request has no image, or it is invalid.
     """
     parameters: dict[str, Any] = {"k": call.headers[_K_HEADER]} if _K_HEADER in call.headers else {}
     parameters |= call.query
@@ -80,7 +80,7 @@ def parse(call: Call, body: bytes, content_type: str, serving: Serving) -> Reque
             raise protocol.two_images()
         kind = images[0].content_type if images else ""
     else:
-        for name in protocol.BODY_NAMES:  # of the query: an image is in the body
+        for name in protocol.BODY_NAMES:  # from the query: an image is always in the body
             parameters.pop(name, None)
         if body:
             parameters["body"] = body
@@ -94,7 +94,7 @@ def parse(call: Call, body: bytes, content_type: str, serving: Serving) -> Reque
 
 
 async def list_models(call: Call) -> Response:
-    """Every model and version, with its share of the requests that name no version."""
+    """List every model and version, with its share of the requests that name no version."""
     loaded = [
         {
             "modelName": served.name,
@@ -111,7 +111,7 @@ async def list_models(call: Call) -> Response:
 
 
 async def describe(call: Call) -> Response:
-    """What is served and what executes it, as the handler says it; and how it stands here."""
+    """Describe a model like TorchServe's handler, with its state in this server."""
     served = call.take(call.parameters["name"], call.parameters.get("version"))
     own = {
         "modelName": served.name,
@@ -125,6 +125,6 @@ async def describe(call: Call) -> Response:
 
 
 def _unchecked(models: Models) -> dict[str, Any]:
-    """How many are ready without having been asked for a known answer; not which, for nobody needs a token to ask."""
+    """Return how many models are ready without a checked known answer. No names, because this needs no token."""
     reasons = [served.unchecked for served in models if served.unchecked]
     return {"unchecked": {"models": len(reasons), "why": reasons[0]}} if reasons else {}

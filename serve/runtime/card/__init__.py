@@ -1,5 +1,5 @@
-"""What an artifact says of itself, and how it is to be run: records of JSON files, checked without a library.
+"""An artifact's description and how to run it: records of JSON files, validated without a library.
 
-In: ``card.json``, ``serving.json``, ``known.json``. Does: checks every value, hash and seal.
-Out: frozen records: card, execution, budget, serving, evidence, known answer.
+Input: ``card.json``, ``serving.json``, ``known.json``. Work: check every value, hash and seal. Output: frozen records:
+card, execution, budget, serving, evidence, known answer.
 """

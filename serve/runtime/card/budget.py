@@ -1,7 +1,7 @@
-"""What decoding may cost: pixels and seconds of an image, a request and a batch, and who is refused for it.
+"""Limits for decoding: pixels and seconds of an image, a request and a batch, and the refusals beyond them.
 
-Pixels are what images claim in their headers, known before anything is decoded. Seconds are for what no
-header tells; those of one image are looked at while it is read (`timed_file`), the others between images.
+Pixels come from the images' headers, before anything is decoded. Seconds are for costs that no header shows. The time
+of one image is checked while it is read (`timed_file`), other times between images.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from ..display import Described
 from ..errors import Refusal, UserError
 from .fields import shown
 
-# A year, and what no machine decodes in one.
+# A year, and more pixels than any machine decodes in one.
 _MOST_SECONDS, _MOST_COUNTED = 366 * 24 * 3600, 1 << 50
 
 
 @dataclass(frozen=True)
 class Budget(Described):
-    """Limits of decoding; None is no limit.
+    """Limits for decoding. None is no limit.
 
-    By itself it bounds each image only: who calls in process brings images of their own. A server that
-    answers strangers takes `SERVING`.
+    By default only each image is limited, because callers in the same process bring their own images. A server for
+    strangers uses `SERVING`.
 
     Attributes:
-        image_pixels: of one image. A 20 kB PNG can claim a gigapixel.
-        jpeg_scans: of one progressive JPEG. Encoders write about 10; each costs a pass over all pixels (18 ms
-            at 49 megapixels) and may have 50 bytes. The authors of libjpeg-turbo know no use for more than 100
+        image_pixels: pixels of one image. A 20 kB PNG can claim a gigapixel.
+        jpeg_scans: scans of one progressive JPEG. Encoders write about 10. Each scan is a pass over all pixels (18 ms
+            at 49 megapixels) and may have only 50 bytes. The authors of libjpeg-turbo know no use for more than 100
             ("Two Issues with the JPEG Standard", 2016).
-        image_seconds: of processor time, of one image that Pillow decodes. The slowest that has as many pixels as it
-            may takes about 2.
-        request_pixels: of all images of one request together.
-        batch_pixels: of all requests that the server answers together.
-        request_seconds: spent on the images of one request.
-        batch_seconds: from the batch's arrival; decoding that has not begun by then does not begin.
+        image_seconds: processor time of one image that Pillow decodes. The slowest image with the allowed pixels takes
+            about 2 s.
+        request_pixels: pixels of all images of one request together.
+        batch_pixels: pixels of all requests that the server answers together.
+        request_seconds: time for the images of one request.
+        batch_seconds: time since the batch arrived. After it no decoding begins.
     """
 
     image_pixels: int = 50_000_000
@@ -62,23 +62,23 @@ class Budget(Described):
                 raise UserError(f"budget: {field.name} must be at most {most}, got {shown(value)}")
 
 
-#: For a server. The slowest codings that were found (run-length BMP, WebP, PNG) decode 11 to 30 megapixels a
-#: second on one core: a full request takes up to 15 s; no image of a batch is begun after 30, half of what TorchServe
-#: gives its worker. A batch of 16 requests holds the largest image of each;
-#: of more such at once (TorchServe's usual batch has 32 requests) some are told to try again.
+#: For a server. The slowest codings that were found (run-length BMP, WebP, PNG) decode 11 to 30 megapixels a second on
+#: one core. A full request then takes up to 15 s. No image of a batch begins after 30 s, half of TorchServe's timeout
+#: for its worker. A batch of 16 requests may have the largest image in each. TorchServe's usual batch has 32 requests.
+#: If more than 16 of them are that large, some must try again.
 SERVING = Budget(request_pixels=200_000_000, batch_pixels=800_000_000, request_seconds=15.0, batch_seconds=30.0)
 
-# 503, and not 408 (the client was slow to send) or 413 (this request is too large, always): the same
-# request may be answered where less is to be done beside it.
+# 503, because the same request may succeed under less load. 408 would mean a slow client, 413 a request that is always
+# too large.
 _TRY_AGAIN = 503
 
 
 class Account:
-    """The seconds that one request has used. Safe to share between threads.
+    """The seconds that one request has used. Threads may share it.
 
     Args:
         budget: the limits.
-        clock: seconds from any beginning.
+        clock: returns seconds from any beginning.
     """
 
     def __init__(self, budget: Budget, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -90,7 +90,7 @@ class Account:
 
     @contextmanager
     def charged(self) -> Iterator[None]:
-        """Charge the time that the block takes."""
+        """Charge the time of the block."""
         begun = self._clock()
         try:
             yield
@@ -99,7 +99,7 @@ class Account:
                 self._seconds += self._clock() - begun
 
     def late(self) -> Refusal | None:
-        """The refusal of further images, if the request's time or that since it came is over."""
+        """Return the refusal of further images, if the time of the request or of its batch is over."""
         limit = self._budget.request_seconds
         if limit is not None and self._seconds >= limit:
             return Refusal(
@@ -115,11 +115,10 @@ class Account:
 
 
 class Backlog:
-    """Pixels that are admitted and not decoded yet, of requests that come one by one.
+    """Pixels that are admitted and not decoded yet, of requests that arrive one by one.
 
-    What lies here at once is what a batch would hold. A request that asks for no more than its equal share is always
-    admitted, so that what one asks for is never taken from a smaller one. Not safe to share between threads: whoever
-    shares it has a lock.
+    Together they count as a batch. A request within its equal share is always admitted, so a large request takes
+    nothing from a smaller one. Not thread-safe: share it under a lock.
 
     Args:
         budget: the limits.
@@ -131,18 +130,18 @@ class Backlog:
         self._pixels = 0
 
     def admit(self, pixels: Sequence[int]) -> Refusal | None:
-        """Take in a request by the pixels of each of its images, or say why not."""
+        """Admit a request by the pixels of each of its images, or return the refusal."""
         if (refusal := _too_large(self._budget, pixels)) is not None:
             return refusal
         asked, limit = sum(pixels), self._budget.batch_pixels
         if limit is not None and self._pixels + asked > limit and asked > limit // (self._requests + 1):
-            return _left_too_little(limit, asked)
+            return _no_pixels_left(limit, asked)
         self._requests += 1
         self._pixels += asked
         return None
 
     def leave(self, pixels: int) -> None:
-        """A request that was admitted with so many pixels in all has none left to decode."""
+        """Remove an admitted request with this total of pixels, once nothing of it remains to be decoded."""
         self._requests -= 1
         self._pixels -= pixels
 
@@ -158,7 +157,7 @@ def _too_large(budget: Budget, pixels: Sequence[int]) -> Refusal | None:
     )
 
 
-def _left_too_little(limit: int, asked: int) -> Refusal:
+def _no_pixels_left(limit: int, asked: int) -> Refusal:
     return Refusal(
         _TRY_AGAIN,
         f"the requests that came with this one left too little of the batch's {limit} pixels for its {asked}: "

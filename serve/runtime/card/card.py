@@ -1,7 +1,7 @@
-"""The artifact's card: the single source of truth about a model file, and the proof that it is whole.
+"""The artifact's card: all facts about a model file, and the proof that it is complete and unchanged.
 
-A folder that holds ``card.json`` and the files it names is an artifact. Nothing else about it is
-remembered anywhere: the runtime loads by the card and refuses a folder that does not match it.
+A folder with ``card.json`` and the files that it names is an artifact. No other place has facts about it. The runtime
+loads by the card, and refuses a folder that does not match it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ SCHEMA = 1
 CARD_FILE = "card.json"
 _LARGEST_CARD = 64 << 20  # characters
 _LONGEST_SIDE = 1 << 16  # pixels
-#: Channels of an image: RGB and alpha.
+#: Most channels of an image: RGB and alpha.
 MOST_CHANNELS = 4
 
-#: What a model file is, a word such as ``onnx``; the engines say which they open.
+#: The format of a model file, for example ``onnx``. Each engine says which it opens.
 Format = str
 Device = Literal["any", "cpu", "cuda"]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
-#: Of the network's input; ``uint8``: pixels as they are, which the graph itself normalises.
+#: The type of the network's input. ``uint8``: raw pixels, which the graph itself normalises.
 InputType = Literal["float32", "float16", "bfloat16", "uint8"]
 
-#: What logits become: shares of all classes that sum to one, or a probability of each class by itself.
+#: How answers are made from logits: shares of all classes that sum to one, or an independent probability of each class.
 Probabilities = Literal["softmax", "sigmoid"]
 
 _T = TypeVar("_T")
@@ -45,14 +45,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Preprocessing(Described):
-    """How bytes become the network's input: decode, resize, centre-crop, scale to [0, 1], normalise.
+    """How image bytes become the network's input: decode, resize, centre-crop, scale to [0, 1], normalise.
 
-    ``resize`` is the length in pixels that the shorter side is scaled to (antialiased), or the ``(height, width)``
-    that each image is scaled to, whatever its proportions; ``crop`` is the ``(height, width)`` cut from the centre,
-    which is the network's input size; ``mean`` and ``std`` have one number per channel (one: grey, two: grey and alpha,
-    three: RGB, four: RGB and alpha) and apply after scaling to [0, 1].
-    ``pixel_max`` is what is white in greys of more than 8 bits, from 0 as black; None: 65535 of 16 bits, 1 of floats,
-    and 32-bit integers are refused.
+    ``resize`` is the length in pixels that the shorter side is scaled to (antialiased). Or it is the ``(height,
+    width)`` that each image is scaled to, whatever its proportions. ``crop`` is the ``(height, width)`` cut from the
+    centre, which is the network's input size. ``mean`` and ``std`` have one number per channel and apply after scaling
+    to [0, 1]. One channel is grey, two are grey and alpha, three RGB, four RGB and alpha. ``pixel_max`` is the white
+    value of greys of more than 8 bits; black is 0. None: 65535 for 16 bits, 1 for floats, and 32-bit integers are
+    refused.
     """
 
     resize: int | tuple[int, int]
@@ -98,9 +98,9 @@ class Preprocessing(Described):
         return (self.channels, *self.crop)
 
     def scaled(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width that an image of this size is resized to.
+        """Return height and width after the resize of an image of this size.
 
-        Where ``resize`` is the shorter side, the longer one is rounded down, as torchvision's ``Resize`` does.
+        If ``resize`` is the shorter side, the longer one is rounded down, as in torchvision's ``Resize``.
         """
         if isinstance(self.resize, tuple):
             return self.resize
@@ -109,16 +109,16 @@ class Preprocessing(Described):
 
     @property
     def shortest(self) -> tuple[int, int]:
-        """The smallest height and width that an image is resized to."""
+        """Smallest height and width that an image is resized to."""
         return self.resize if isinstance(self.resize, tuple) else (self.resize, self.resize)
 
 
 @dataclass(frozen=True)
 class Ancestor(Described):
-    """One step of an artifact's history: what was done, with which settings, and the key it was stored by.
+    """One step of an artifact's history: the operation, its settings, and the key in the store.
 
-    ``structure`` is what the step found out of the network's shapes, and what only it can tell: after channels were
-    pruned, how many each layer has.
+    ``structure`` has facts about the network's shapes that only the step knows, for example the channels of each layer
+    after pruning.
     """
 
     name: str
@@ -139,28 +139,28 @@ class Card(Described):
     """Everything that is known about one artifact; see the module's docstring.
 
     Attributes:
-        name: the artifact's name within its run, such as ``ptq``.
-        model: what was optimised, such as ``resnet18``.
+        name: the artifact's name within its run, for example ``ptq``.
+        model: the optimised model, for example ``resnet18``.
         format: which engine opens ``file``.
         file: the model file's name within the folder.
-        precision: what the weights and the arithmetic really are (``float32``, ``int8`` …).
+        precision: the real type of weights and arithmetic (``float32``, ``int8`` …).
         input_dtype: dtype of the network's input tensor, which has shape ``(N, *preprocessing.shape)``.
         device: where the file can run: ``cpu``, ``cuda`` or ``any``.
-        target: which integers it was built for, such as ``x86-vnni`` (see `cpu_integers`); None if it has floats.
-            An engine refuses a target that it, or this machine's processor, does not compute exactly.
-        preprocessing: bytes to input tensor.
+        target: the integers that it was built for, for example ``x86-vnni`` (see `cpu_integers`). None if it has
+            floats. An engine refuses a target that it, or this machine's processor, does not compute exactly.
+        preprocessing: from image bytes to the input tensor.
         classes: label of each output index.
-        files: SHA-256 of every file of the folder but the card, by name: plain names, nothing outside it.
+        files: SHA-256 of every file in the folder except the card, by plain name.
         lineage: ancestors, oldest first, this artifact last.
-        data: name, fingerprint and sizes of the data it was made and measured with.
+        data: name, fingerprint and sizes of the data for training and measurements.
         versions: versions of the libraries that made it.
         machine: the machine that made it.
-        notes: remarks for a reader, such as a fallback that was taken.
-        packed: in an archive, SHA-256 of everything else that was packed with the artifact (handler, runtime,
-            configuration), by path; empty in an artifact's own folder.
-        certificate: of an INT8 artifact, how near each engine's answers are to what its integers mean; None where that
-            was not found out.
-        probabilities: what the file's logits become in answers; see `predictor.probabilities_of`.
+        notes: remarks for a reader, for example on a fallback.
+        packed: in an archive, SHA-256 of everything else in it (handler, runtime, configuration), by path. Empty in an
+            artifact's own folder.
+        certificate: how close each engine's answers are to the exact result of an INT8 artifact's integers. None if
+            this was not measured.
+        probabilities: how answers are made from logits; see `predictor.probabilities_of`.
     """
 
     name: str
@@ -224,12 +224,12 @@ class Card(Described):
 
     @property
     def content(self) -> str:
-        """SHA-256 over the names and hashes of the artifact's files: equal contents, equal digest."""
+        """SHA-256 over the names and hashes of the artifact's files. Equal contents have equal digests."""
         return seal_of(dict(self.files))
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -237,7 +237,7 @@ def sha256_file(path: Path) -> str:
 def write_card(folder: Path, card: Card) -> None:
     """Write ``card`` into ``folder`` atomically, sealed with the SHA-256 of its own content."""
     body = sealed(dataclasses.asdict(card))
-    # A new file, whatever its name would be: a link that lies there is not followed.
+    # A new file with a random name, so that an existing link is not followed.
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{CARD_FILE}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
@@ -253,8 +253,8 @@ def read_card(folder: Path) -> Card:
     """Read and check ``folder/card.json``, without hashing the files it names.
 
     Raises:
-        CardError: it is missing, is not valid JSON of this schema, a field is of the wrong type or out of range,
-            or its seal is broken.
+        CardError: the card is missing, or not valid JSON of this schema, or a field is of the wrong type or out of
+            range, or its seal is broken.
     """
     path = folder / CARD_FILE
     try:
@@ -269,10 +269,10 @@ def read_card(folder: Path) -> Card:
 
 
 def parse_card(document: str, path: Path) -> Card:
-    """Read a card from the text of ``card.json``; ``path`` names it in messages.
+    """Parse a card from the text of ``card.json``. ``path`` is only for messages.
 
     Raises:
-        CardError: as `read_card`.
+        CardError: see `read_card`.
     """
     body = parse_document(document, path, _LARGEST_CARD)
     try:
@@ -283,7 +283,7 @@ def parse_card(document: str, path: Path) -> Card:
             raise CardError(f"{path}: schema {fields.shown(body.get('schema'))}; this runtime reads schema {SCHEMA}")
         if seal_of(body) != seal:
             raise CardError(f"{path}: the card was changed after it was written (its seal does not match)")
-    except (ValueError, RecursionError) as error:  # NaN and numbers of thousands of digits are ValueErrors too
+    except (ValueError, RecursionError) as error:  # also for NaN and numbers of thousands of digits
         raise CardError(f"{path}: cannot be read ({error})") from None
     lineage = body.get("lineage", [])
     body["preprocessing"] = _record(Preprocessing, body.get("preprocessing"), path)
@@ -296,10 +296,10 @@ def parse_card(document: str, path: Path) -> Card:
 def load_card(folder: Path) -> Card:
     """Read ``folder/card.json`` and check every file it names against its SHA-256.
 
-    In the folder of an unpacked archive that includes the handler and the runtime, and there may be no file besides.
+    For an unpacked archive this includes the handler and the runtime, and no other file may be in the folder.
 
     Raises:
-        CardError: as `read_card`, or a file is missing, is a link, has changed, or is one too many.
+        CardError: see `read_card`. Or a file is missing, is a link, has changed, or does not belong there.
     """
     card = read_card(folder)
     for name, expected in {**card.files, **card.packed}.items():
@@ -319,7 +319,7 @@ def load_card(folder: Path) -> Card:
     if card.packed:
         known = {CARD_FILE, *card.files, *card.packed}
         for root, folders, names in os.walk(folder):
-            folders[:] = [name for name in folders if name != "__pycache__"]  # Python writes it when it imports
+            folders[:] = [name for name in folders if name != "__pycache__"]  # Python writes it at imports
             for name in (*names, *(entry for entry in folders if (Path(root) / entry).is_symlink())):
                 if (Path(root) / name).relative_to(folder).as_posix() not in known:
                     raise CardError(f"{Path(root) / name}: is not of the archive that the card was packed in")
@@ -327,7 +327,7 @@ def load_card(folder: Path) -> Card:
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse what is no file of its own: a link leads out of the folder, a pipe or a device never ends."""
+    """Refuse links, which lead out of the folder, and pipes and devices, which never end."""
     mode = path.lstat().st_mode
     if not stat.S_ISREG(mode):
         kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
@@ -335,7 +335,7 @@ def _check_regular(path: Path) -> None:
 
 
 def _record(kind: type[_T], body: object, path: Path) -> _T:
-    """Build a dataclass from a JSON object, turning lists into tuples and refusing unknown fields."""
+    """Build a dataclass from a JSON object. Lists become tuples, and unknown fields are refused."""
     if not isinstance(body, Mapping):
         raise CardError(f"{path}: {kind.__name__} must be a JSON object, found {type(body).__name__}")
     known = {entry.name for entry in dataclasses.fields(kind)}  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""The parity certificate: how near each engine's answers are to what an INT8 artifact's integers mean.
+"""The parity certificate: how close each engine's answers are to the exact result of an INT8 artifact's integers.
 
-It stands in the artifact's card and travels with it. Nothing is measured here, and no engine reads it.
+It is a part of the artifact's card. Nothing is measured here, and no engine reads it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..display import Described
 from ..errors import CardError
 from . import fields
 
-#: Share of the images on which the best class must be the reference's.
+#: Least share of the images on which the best class must be the reference's.
 LEAST_AGREEMENT: Final = 0.995
 
 _MOST_IMAGES = 1 << 40
@@ -25,21 +25,21 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Agreement(Described):
-    """How near one execution's answers are to the reference's, on the same images.
+    """How close one execution's answers are to the reference's, on the same images.
 
     Attributes:
-        execution: what ran: ``openvino``. In a graph's certificate ``torchscript`` ran the packed program that the
-            graph was made from, which has the same integers; all others ran the graph.
-        top1_agreement: part of all images with the same best class, 0 to 1.
-        sqnr_db: 10 log10 of the energy of the reference's logits over that of the difference; None: the two are equal
+        execution: name of the execution, for example ``openvino``. In a graph's certificate ``torchscript`` ran the
+            packed program from which the graph was made, with the same integers. All others ran the graph.
+        top1_agreement: share of all images with the same best class, 0 to 1.
+        sqnr_db: 10 log10 of the energy of the reference's logits over that of the difference. None: the two are equal
             to the last bit, or the reference's are all zero.
         max_abs: largest difference of two logits.
-        steps: the same in steps of the answer's quantizer, see `Certificate.step`; None where that has none.
+        steps: the same in steps of the answer's quantizer, see `Certificate.step`. None if there is none.
         delta: top-1 accuracy minus the reference's, a fraction.
         low: lower end of its 95 % interval (Tango 1998, paired).
         high: upper end.
-        gained: images that it alone has right.
-        lost: images that the reference alone has right.
+        gained: images that only this execution has right.
+        lost: images that only the reference has right.
     """
 
     execution: str
@@ -77,24 +77,24 @@ class Agreement(Described):
 
 @dataclass(frozen=True, repr=False)
 class Certificate(Described):
-    """Answers of every execution that computes an artifact's integers, against those of the reference.
+    """Answers of every execution of an artifact's integers, compared with those of the reference.
 
-    The reference is torch's program of explicit quantizers around float operators, with the very integers of the
-    artifact: what they mean. Answers are compared over the whole evaluation set; logits (``sqnr_db``, ``max_abs``,
-    ``steps``) on ``logits_of`` of its images, at equal distances.
+    The reference is torch's program of explicit quantizers around float operators, with the same integers as the
+    artifact. It defines their meaning. Answers are compared over the whole evaluation set. Logits (``sqnr_db``,
+    ``max_abs``, ``steps``) are compared on ``logits_of`` of its images, at equal distances.
 
     Attributes:
         reference: SHA-256 of the reference program.
-        step: the scale of the quantizer that gives the network its answer, through operators that only move numbers;
-            None where the last operator computes in float.
-        images: that were answered.
-        logits_of: of how many of them logits were compared.
+        step: scale of the last quantizer before the answer, with only operators that move numbers in between. None if
+            the last operator computes in float.
+        images: number of images.
+        logits_of: number of images whose logits were compared.
         data: fingerprint of the images.
-        agreements: by execution.
+        agreements: the comparisons, by execution.
         absent: executions that were not compared, with the reason.
-        cpu: the processor that all of them ran on.
-        versions: of the libraries that they ran with.
-        key: of the object in the store that it was kept as.
+        cpu: the processor on which all of them ran.
+        versions: versions of the libraries.
+        key: key of the object in the store that holds it.
     """
 
     reference: str
@@ -124,30 +124,30 @@ class Certificate(Described):
 
     @property
     def holds(self) -> bool:
-        """Whether every execution that was compared agrees as it should, and there is one."""
+        """Whether at least one execution was compared, and all of them agree."""
         return bool(self.agreements) and all(entry.holds for entry in self.agreements)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` reads them back to an equal record."""
+        """Return JSON values. `from_json` reads them back to an equal record."""
         body = dataclasses.asdict(self)
         return {**body, "agreements": list(body["agreements"])}
 
     @classmethod
     def from_json(cls, body: object) -> Certificate:
-        """Read what `to_json` wrote.
+        """Read the result of `to_json`.
 
         Raises:
             CardError: a field is missing, unknown or out of range.
         """
-        found = dict(_known(cls, body))
+        found = dict(_known_fields(cls, body))
         agreements = found.get("agreements")
         if not isinstance(agreements, list | tuple):
             raise CardError(f"certificate: agreements must be a list, found {fields.shown(agreements)}")
-        made = tuple(_made(Agreement, _known(Agreement, entry)) for entry in agreements)
+        made = tuple(_made(Agreement, _known_fields(Agreement, entry)) for entry in agreements)
         return _made(cls, {**found, "agreements": made})
 
 
-def _known(kind: type[Any], body: object) -> Mapping[str, Any]:
+def _known_fields(kind: type[Any], body: object) -> Mapping[str, Any]:
     names = {entry.name for entry in dataclasses.fields(kind)}
     if not isinstance(body, Mapping) or not set(body) <= names:
         raise CardError(

@@ -1,4 +1,4 @@
-"""What was measured of an artifact before it was packed: evidence that travels with it, in ``serving.json``."""
+"""Accuracy that was measured before an artifact was packed. It is stored in ``serving.json``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MOST_IMAGES = 1 << 40
 
 @dataclass(frozen=True)
 class Evidence:
-    """The accuracy of an artifact as an execution runs it.
+    """The accuracy of an artifact with one execution.
 
     Attributes:
-        execution: what ran it, on ``cpu`` or ``cuda``.
-        top1: part of the images whose best class was theirs, 0 to 1.
-        low: lower end of its interval at 95 % (Wilson 1927).
+        execution: the execution, on ``cpu`` or ``cuda``.
+        top1: share of the images whose best class was right, 0 to 1.
+        low: lower end of its 95 % interval (Wilson 1927).
         high: upper end.
-        images: that it was measured on; the card says of which data.
+        images: number of images. The card names the data.
     """
 
     execution: Execution
@@ -42,22 +42,22 @@ class Evidence:
         fields.whole("evidence: images", self.images, 1, _MOST_IMAGES)
 
     def holds_for(self, execution: Execution) -> bool:
-        """Whether an execution computes the same: threads, buckets and which GPU it is make no difference."""
+        """Whether an execution computes the same. Threads, buckets and the index of the GPU make no difference."""
         mine = (self.execution.engine, self.execution.device_type, dict(self.execution.options))
         return mine == (execution.engine, execution.device_type, dict(execution.options))
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` reads them back to an equal record."""
+        """Return JSON values. `from_json` reads them back to an equal record."""
         body = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         return {**body, "execution": self.execution.to_json()}
 
     @classmethod
     def from_json(cls, body: object) -> Evidence:
-        """Read what `to_json` wrote.
+        """Read the result of `to_json`.
 
         Raises:
             CardError: a field is missing, unknown or out of range.
-            UserError: the execution is none.
+            UserError: the execution is invalid.
         """
         names = {entry.name for entry in dataclasses.fields(cls)}
         if not isinstance(body, Mapping) or set(body) != names:
@@ -66,7 +66,7 @@ class Evidence:
 
 
 def evidence_for(evidence: tuple[Evidence, ...], execution: Execution) -> dict[str, Any] | None:
-    """What is known of an execution's accuracy, for a person; None: nothing."""
+    """Return the known accuracy of an execution, for a person. None: it is unknown."""
     for entry in evidence:
         if entry.holds_for(execution):
             return {name: value for name, value in entry.to_json().items() if name != "execution"}

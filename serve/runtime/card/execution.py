@@ -1,7 +1,7 @@
-"""What runs an artifact: an engine on a device, with its threads, batch buckets and options; and its process.
+"""An execution: an engine on a device, with its threads, batch buckets and options, and the process around it.
 
-An artifact says what the numbers in a file mean, an execution how they are computed. Measured, recommended, packed and
-served are always pairs of the two.
+An artifact defines what the numbers in a file mean, an execution how they are computed. Measurements, recommendations,
+archives and servers always use a pair of both.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..display import Described
 from ..errors import CardError, UserError, did_you_mean
 from . import fields
 
-#: An engine's option.
+#: The value of an engine's option.
 Option = bool | int | float | str
 
-#: What the process of every execution has in its environment before its libraries are loaded: libgomp reads it then.
-#: torch's threads spin for some 10 microseconds and then sleep. A passive policy costs each parallel region a wake-up
-#: (INT8 ResNet-18 takes 1.6 times as long, MobileNetV2 4.8 times); endless spinning takes the cores from whoever else
-#: has work (torch 2.14, libgomp of GCC 13).
+#: Environment of every execution's process. It must be set before libraries load, because libgomp reads it then.
+#: torch's threads then spin for some 10 microseconds before they sleep. A passive policy costs each parallel region a
+#: wake-up: INT8 ResNet-18 takes 1.6 times as long, MobileNetV2 4.8 times. Endless spinning takes the cores from other
+#: work (torch 2.14, libgomp of GCC 13).
 ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType({"GOMP_SPINCOUNT": "10000"})
 
-#: The environment as it was before any library was loaded. Some write into it: torch's optimizers import
-#: ``torch._dynamo``, which sets ``TORCHINDUCTOR_CACHE_DIR`` (torch 2.14). A measurement depends on what the user
-#: has set, and not on what this process did before.
+#: The environment before any library was loaded. Some libraries change it: torch's optimizers import ``torch._dynamo``,
+#: which sets ``TORCHINDUCTOR_CACHE_DIR`` (torch 2.14). A measurement must depend on the user's settings, not on the
+#: history of this process.
 STARTED_WITH: Final[dict[str, str]] = dict(os.environ)
 
-#: Of mallopt(3): M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD (bytes).
+#: Parameters of mallopt(3): M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD (bytes).
 _KEPT: Final = ((-8, 1), (-4, 0), (-1, (1 << 31) - 1))
 
 _ENGINE = re.compile(r"[a-z][a-z0-9-]{0,63}")
@@ -46,15 +46,15 @@ _LARGEST_BUCKET = 1 << 16
 
 @dataclass(frozen=True)
 class Execution(Described):
-    """One way to run an artifact. A record: nothing is opened here, and it is safe to share between threads.
+    """One way to run an artifact. A record: it opens nothing, and threads may share it.
 
     Attributes:
         engine: name of the engine, see `engines`.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        threads: intra-op threads on the CPU; None: one for each core that the process may use.
-        buckets: ascending batch sizes that the engine is prepared for, a smaller batch being padded up to the next;
-            empty: any size, as it comes.
-        options: the engine's own, by name; what is not named has the engine's default.
+        threads: intra-op threads on the CPU. None: one for each core that the process may use.
+        buckets: ascending batch sizes that the engine is prepared for. A smaller batch is padded to the next. Empty:
+            any size, without padding.
+        options: the engine's own options by name. Missing ones have the engine's defaults.
     """
 
     engine: str
@@ -93,11 +93,11 @@ class Execution(Described):
 
     @property
     def cores(self) -> int:
-        """Intra-op threads, counted: ``threads``, or the cores that this process may use."""
+        """Number of intra-op threads: ``threads``, or the cores that this process may use."""
         return self.threads if self.threads is not None else cores()
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` reads them back to an equal record."""
+        """Return JSON values. `from_json` reads them back to an equal record."""
         return {
             "engine": self.engine,
             "device": self.device,
@@ -108,7 +108,7 @@ class Execution(Described):
 
     @classmethod
     def from_json(cls, body: object) -> Execution:
-        """Read what `to_json` wrote; what is left out has its default.
+        """Read the result of `to_json`. Missing fields have their defaults.
 
         Raises:
             UserError: a field is unknown or has an illegal value.
@@ -130,13 +130,13 @@ class Execution(Described):
 
 
 def unset(execution: Execution, *, computes_with_torch: bool) -> str | None:
-    """What this process's environment lacks of that in which executions are measured; None: nothing that counts.
+    """Return the settings of `ENVIRONMENT` that this process lacks, as a message. None: nothing that matters.
 
-    Whoever starts a server of this project's gets it; TorchServe, started by itself, does not.
+    The project's commands set them for a server. A TorchServe that somebody starts directly lacks them.
 
     Args:
-        execution: what the process runs.
-        computes_with_torch: whether its engine uses torch's threads, which wait for work as `ENVIRONMENT` says.
+        execution: the execution of the process.
+        computes_with_torch: whether its engine uses torch's threads, which `ENVIRONMENT` concerns.
     """
     if not computes_with_torch or execution.device_type != "cpu" or execution.cores == 1:
         return None
@@ -147,14 +147,14 @@ def unset(execution: Execution, *, computes_with_torch: bool) -> str | None:
 
 
 def settle(execution: Execution, *, computes_with_torch: bool) -> None:
-    """Give torch its threads and memory in a process that belongs to this execution alone, before anything runs.
+    """Set torch's threads and memory in a process that runs only this execution. Call it before anything runs.
 
-    An engine with a pool of its own gets a torch that stays on the calling thread: a second pool would spin beside
-    the engine's between the preparation of a batch and its answer. One that computes with torch on the CPU keeps its
+    If an engine has its own thread pool, torch stays on the calling thread. A second pool would spin beside the
+    engine's between the preparation of a batch and its answer. An engine that computes with torch on the CPU keeps its
     memory, see `keep_memory`.
 
     Args:
-        execution: what the process runs.
+        execution: the execution of the process.
         computes_with_torch: whether its engine uses torch's threads.
     """
     import torch  # this module is read before torch is, for the environment
@@ -165,14 +165,14 @@ def settle(execution: Execution, *, computes_with_torch: bool) -> None:
 
 
 def keep_memory() -> None:
-    """Have this process keep what torch's activations take, from one call to the next.
+    """Make this process keep the memory of torch's activations between calls.
 
-    torch (2.14) takes each activation from malloc, and glibc gives those of some MB back at once, to have the kernel
-    clear new pages at the next call: by how the heap happens to lie, and so by the process. MobileNetV2 takes 160 to
-    240 ms for 16 images instead of 119, and 31 or 43 for 4. A process's peak stays what it is, but it no longer falls.
-    Threads share one heap, as only the process's first can grow to what a batch needs.
+    torch (2.14) allocates each activation by malloc. glibc returns those of some MB at once, and the kernel clears new
+    pages at the next call. Whether that happens depends on the layout of the heap, and so on the process. MobileNetV2
+    takes 160 to 240 ms for 16 images instead of 119, and 31 or 43 ms for 4. The process's peak stays the same, but its
+    memory no longer shrinks. Threads share one heap, because only the process's first can grow to the size of a batch.
 
-    Nothing is changed where the user has set anything of malloc's, or the allocator is not glibc's.
+    Nothing changes if the user has set anything of malloc's, or if the allocator is not glibc's.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
@@ -183,15 +183,15 @@ def keep_memory() -> None:
 
 
 def compute_alone() -> None:
-    """Keep torch on the calling thread, in a process whose engine's thread has torch's threads; see `settle`.
+    """Keep torch on the calling thread, in a process whose engine thread owns torch's threads; see `settle`.
 
-    libgomp gives each thread that computes in parallel a team of its own, which stays; once there are more threads in
-    teams than cores, none waits for work as `ENVIRONMENT` says, and each parallel region costs a wake-up: one resized
-    photograph of 12 megapixels made float ResNet-18 take 32 ms instead of 23, until the server ended.
+    libgomp gives each thread that computes in parallel its own team, which stays. Once the teams have more threads than
+    cores, none of them spins as `ENVIRONMENT` says, and each parallel region costs a wake-up. One resized photograph of
+    12 megapixels made float ResNet-18 take 32 ms instead of 23, until the server ended.
     """
     import torch
 
-    # A thread takes over the process's number when it first computes in parallel, over what it was told before
-    # (torch 2.14, at::internal::lazy_init_num_threads); asking for it does that now.
+    # A thread adopts the process's number when it first computes in parallel, and overwrites its own setting (torch
+    # 2.14, at::internal::lazy_init_num_threads). Reading the number does that now.
     torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What the values of a card may be: types and ranges, checked without a library that every archive would need."""
+"""Checks of a card's values, their types and ranges, without a library that every archive would need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import CardError
 
-#: A file beside the card: no separator, no way up, nothing hidden.
+#: A file beside the card: no separator, no parent folder, not hidden.
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _WORD = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -19,10 +19,10 @@ _DEPTH = 32
 
 
 def text(where: str, value: object, longest: int = 1000) -> None:
-    """A string that can be written as UTF-8 (a lone surrogate of JSON cannot) and has no control characters.
+    """Check a string: UTF-8 (JSON allows lone surrogates, which UTF-8 does not) and no control characters.
 
     Raises:
-        CardError: it is another value; ``where`` names it.
+        CardError: the value is another one. ``where`` names it in the message.
     """
     if not isinstance(value, str):
         raise CardError(f"{where} must be a string, found {shown(value)}")
@@ -33,50 +33,50 @@ def text(where: str, value: object, longest: int = 1000) -> None:
 
 
 def whole(where: str, value: object, low: int, high: int) -> None:
-    """An integer from ``low`` to ``high``; True is none.
+    """Check an integer from ``low`` to ``high``. True and False are not integers.
 
     Raises:
-        CardError: it is another value.
+        CardError: the value is another one.
     """
     if type(value) is not int or not low <= value <= high:
         raise CardError(f"{where} must be a whole number from {low} to {high}, found {shown(value)}")
 
 
 def number(where: str, value: object, low: float, high: float) -> None:
-    """A finite number from ``low`` to ``high``.
+    """Check a finite number from ``low`` to ``high``.
 
     Raises:
-        CardError: it is another value.
+        CardError: the value is another one.
     """
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise CardError(f"{where} must be a number from {low:g} to {high:g}, found {shown(value)}")
 
 
 def word(where: str, value: object) -> None:
-    """A short lower-case word of letters, digits and ``_``.
+    """Check a short lower-case word of letters, digits and ``_``.
 
     Raises:
-        CardError: it is another value.
+        CardError: the value is another one.
     """
     if not isinstance(value, str) or not _WORD.fullmatch(value):
         raise CardError(f"{where} must be a word of a-z, 0-9 and '_', found {shown(value)}")
 
 
 def one_of(where: str, value: object, allowed: tuple[str, ...]) -> None:
-    """One of a few words.
+    """Check one of a few words.
 
     Raises:
-        CardError: it is another value.
+        CardError: the value is another one.
     """
     if not isinstance(value, str) or value not in allowed:
         raise CardError(f"{where} {shown(value)} is not one of {', '.join(allowed)}")
 
 
 def sequence(where: str, value: object) -> tuple[Any, ...]:
-    """A tuple (a list of JSON, when it has been read).
+    """Return a tuple, which a parsed JSON list becomes.
 
     Raises:
-        CardError: it is another value.
+        CardError: the value is another one.
     """
     if not isinstance(value, tuple):
         raise CardError(f"{where} must be a list, found {shown(value)}")
@@ -84,10 +84,10 @@ def sequence(where: str, value: object) -> tuple[Any, ...]:
 
 
 def mapping(where: str, value: object) -> Mapping[str, Any]:
-    """An object of JSON, whose keys are strings.
+    """Return a JSON object. Its keys are strings.
 
     Raises:
-        CardError: it is another value.
+        CardError: the value is another one.
     """
     if not isinstance(value, Mapping):
         raise CardError(f"{where} must be a JSON object, found {shown(value)}")
@@ -97,20 +97,20 @@ def mapping(where: str, value: object) -> Mapping[str, Any]:
 
 
 def json_object(where: str, value: object) -> None:
-    """An object of JSON of any content that can be written and read again: finite numbers, texts, 64-bit integers.
+    """Check a JSON object with any content that can be written and read again: finite numbers, texts, 64-bit integers.
 
     Raises:
-        CardError: it is another value.
+        CardError: the value is another one.
     """
     mapping(where, value)
     _json(where, value, _DEPTH)
 
 
 def files(where: str, value: object, *, folders: bool = False) -> None:
-    """SHA-256 of files, in lower-case hexadecimal, by plain names; with ``folders`` by paths of such names.
+    """Check SHA-256 hashes (lower-case hexadecimal) of files by plain names, or by paths with ``folders``.
 
     Raises:
-        CardError: it is another value, or a name that could lead out of the folder.
+        CardError: the value is another one, or a name could lead out of the folder.
     """
     for name, digest in mapping(where, value).items():
         parts = name.split("/") if folders else [name]
@@ -121,7 +121,7 @@ def files(where: str, value: object, *, folders: bool = False) -> None:
 
 
 def shown(value: object) -> str:
-    """A value for a message: its beginning, on one line."""
+    """Return the beginning of a value for a message, on one line."""
     return ascii(value)[:60]
 
 
@@ -141,7 +141,7 @@ def _json(where: str, value: object, depth: int) -> None:
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise CardError(f"{where} must be finite, found {shown(value)}")
-    elif isinstance(value, int):  # True and False are
+    elif isinstance(value, int):  # also True and False
         if abs(value) > _LARGEST:
             raise CardError(f"{where} has a number that is too large")
     elif value is not None:

@@ -1,4 +1,4 @@
-"""JSON documents: of bounded size, what is wrong with one told by its path, and sealed with their own hash."""
+"""JSON documents of limited size, with paths in their error messages, and seals with their own hash."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Final
 
 from ..errors import CardError
 
-#: The field of a sealed document that holds the SHA-256 of all its other fields.
+#: The field of a sealed document with the SHA-256 of all its other fields.
 SEAL: Final = "seal"
 
 
 def read_document(path: Path, longest: int) -> str | None:
-    """The text of a file, no more than one character beyond ``longest`` of it; None if there is no such file.
+    """Return the text of a file, at most ``longest`` + 1 characters. None if there is no such file.
 
     Raises:
-        CardError: it cannot be read.
+        CardError: the file cannot be read.
     """
     try:
         with path.open(encoding="utf-8") as stream:
@@ -30,10 +30,10 @@ def read_document(path: Path, longest: int) -> str | None:
 
 
 def parse_document(document: str, path: Path, longest: int) -> object:
-    """The JSON value of a text; ``path`` names it in messages.
+    """Parse a JSON text. ``path`` is only for messages.
 
     Raises:
-        CardError: it has more than ``longest`` characters, or is no JSON.
+        CardError: the text has more than ``longest`` characters, or is not JSON.
     """
     try:
         if len(document) > longest:
@@ -64,7 +64,7 @@ def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(document: str) -> dict[str, Any]:
-    """Return what `sealed` was given, of the JSON text of what it returned.
+    """Return the document that `sealed` received, from the JSON text of its result.
 
     Raises:
         ValueError: the text is not JSON, or not the document that was sealed.

@@ -1,7 +1,7 @@
-"""``known.json``: an image and its measured logits, by which whoever serves an artifact sees that it answers.
+"""``known.json``: an image and its measured logits, to check that a served artifact answers correctly.
 
-It lies beside the card and travels in the archive. Another machine, engine or batch size rounds otherwise, which the
-tolerance allows for; a wrong file, preprocessing or class order is far outside of it.
+The file is beside the card and in the archive. Another machine, engine or batch size rounds differently, which the
+tolerance allows. A wrong file, preprocessing or class order is far outside it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from .json_documents import parse_document, read_document
 
 SCHEMA: Final = 1
 KNOWN_FILE: Final = "known.json"
-#: Why a model is served without having been asked for a known answer.
+#: Why a model is ready without a check of its known answer.
 NOTHING_KNOWN: Final = f"its archive has no {KNOWN_FILE}"
-#: Largest difference of a log-probability, as a part of the range (largest minus smallest) of the known logits, which
-#: may so differ by half of it. Two executions of one int8 artifact (ResNet-18 by OpenVINO and by ONNX Runtime) were
-#: seen to differ by a sixtieth in their logits.
+#: Largest allowed difference of a log-probability, relative to the range (largest minus smallest) of the known logits.
+#: Each logit may then differ by half of it. Two executions of one int8 artifact (ResNet-18 by OpenVINO and by ONNX
+#: Runtime) differed by a sixtieth in their logits.
 TOLERANCE: Final = 0.1
-# Below it a float32 softmax has no digits left: less probable classes count as equally improbable.
+# Below it a float32 softmax has no digits left. Less probable classes count as equally improbable.
 _LEAST = -60.0
 _LARGEST_FILE = 96 << 20  # characters
 
 
 @dataclass(frozen=True)
 class KnownAnswer:
-    """An image and what the artifact answered to it.
+    """An image and the artifact's answer.
 
     Attributes:
         image: encoded, as a client would send it.
         logits: one for each class.
-        execution: what gave them, in one word.
+        execution: name of the execution that computed them.
         tolerance: see `TOLERANCE`.
-        probabilities: what the logits become in answers, as the card says.
+        probabilities: how answers are made from logits, as in the card.
     """
 
     image: bytes
@@ -67,17 +67,17 @@ class KnownAnswer:
 
     @property
     def allowed(self) -> float:
-        """The largest difference of a log-probability that is no fault."""
+        """Largest allowed difference of a log-probability."""
         return self.tolerance * (max(self.logits) - min(self.logits))
 
     def difference(self, probabilities: Sequence[float]) -> float:
-        """The largest difference of the log-probabilities to the known ones, classes below e^-60 counting as e^-60.
+        """Return the largest difference of log-probabilities from the known ones. Classes below e^-60 count as e^-60.
 
         Args:
             probabilities: of each class, in order.
 
         Returns:
-            Infinity where there are more or fewer than the known ones, or one is no probability.
+            Infinity if their number differs from the known ones, or one is not a probability.
         """
         if len(probabilities) != len(self.logits) or not all(0.0 <= value <= 1.001 for value in probabilities):
             return math.inf
@@ -85,7 +85,7 @@ class KnownAnswer:
         return max(abs(max(a, _LEAST) - max(b, _LEAST)) for a, b in zip(found, self._logarithms(), strict=True))
 
     def _logarithms(self) -> Sequence[float]:
-        """Of the known probabilities."""
+        """Return the logarithms of the known probabilities."""
         if self.probabilities == "sigmoid":
             return [min(logit, 0.0) - math.log1p(math.exp(-abs(logit))) for logit in self.logits]
         largest = max(self.logits)
@@ -93,13 +93,13 @@ class KnownAnswer:
         return [logit - total for logit in self.logits]
 
     def seen_in(self, by_class: Mapping[int, float]) -> str:
-        """A line that says how near an answer is to this one.
+        """Compare an answer with this one. Return a line with the difference.
 
         Args:
-            by_class: the probability that was answered for each class, by its index.
+            by_class: the probability of each class, by its index.
 
         Raises:
-            CardError: it is another answer.
+            CardError: the answer differs too much.
         """
         classes = range(max(len(self.logits), len(by_class)))
         difference = self.difference([by_class.get(index, -1.0) for index in classes])
@@ -115,16 +115,17 @@ class KnownAnswer:
 
     @property
     def text(self) -> str:
-        """The file's text: equal records, equal bytes."""
+        """The file's text. Equal records give equal bytes."""
         body = dataclasses.asdict(self) | {"image": base64.b64encode(self.image).decode()}
         return json.dumps(body, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def parse_known(document: str, path: Path) -> KnownAnswer:
-    """Read what `KnownAnswer.text` wrote; ``path`` names it in messages.
+    """Parse the result of `KnownAnswer.text`. ``path`` is only for messages.
 
     Raises:
-        CardError: it is no JSON of this schema, or a field is unknown, missing, of the wrong type or out of range.
+        CardError: the document is not JSON of this schema, or a field is unknown, missing, of the wrong type or out of
+            range.
     """
     body = parse_document(document, path, _LARGEST_FILE)
     try:
@@ -142,10 +143,10 @@ def parse_known(document: str, path: Path) -> KnownAnswer:
 
 
 def read_known(folder: Path) -> KnownAnswer | None:
-    """What an artifact's folder, or an unpacked archive, knows an answer to; None if nothing.
+    """Return the known answer in an artifact's folder or an unpacked archive. None if there is none.
 
     Raises:
-        CardError: as `parse_known`.
+        CardError: see `parse_known`.
     """
     path = folder / KNOWN_FILE
     document = read_document(path, _LARGEST_FILE)

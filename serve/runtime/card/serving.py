@@ -1,4 +1,4 @@
-"""``serving.json``: how an archive is served, by which executions; what the handler obeys, whatever server it is in."""
+"""``serving.json``: the settings by which any server serves an archive, with the executions in order."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .json_documents import parse_document, read_document
 
 SCHEMA: Final = 1
 SERVING_FILE: Final = "serving.json"
-# Most threads that decode where nobody says how many.
+# Most decode threads by default.
 _DECODING_THREADS = 8
 _LARGEST_FILE = 1 << 20  # characters
-#: That so many characters may have.
+#: The same in bytes of UTF-8.
 MOST_BYTES: Final = 4 * _LARGEST_FILE
-_MOST = 1 << 20  # of anything that is counted here
+_MOST = 1 << 20  # upper limit of every count here
 _LONGEST_S = 7 * 24 * 3600
 _DECODER = re.compile(r"[a-z][a-z0-9-]{0,63}")
 
@@ -35,23 +35,22 @@ class Serving:
     """How an artifact is served.
 
     Attributes:
-        executions: what may run it, in order of preference: the first that works where it is served does. One for
-            CUDA says ``cuda`` and gets the GPU that the server assigns to the worker; a worker without one goes on to
-            the next.
-        strict: only the first may run it; where that does not work, loading fails.
-        workers: processes that load the model.
-        batch_size: most images that go through the network together.
-        max_batch_delay_ms: how long the first of a batch waits for others.
-        decode_threads: threads of a worker that decode images beside the engine; None: one for each core, at most 8.
-        queue_limit: requests that may wait for an answer; the next one is told to try again later.
-        decoder: what decodes the images that it takes, see `decoders`; ``cpu`` is the runtime's own, which does where
-            another one does not work, and gives the pixels that accuracy was measured on.
-        response_timeout_s: a batch that takes longer has its worker restarted.
-        startup_timeout_s: most time for a worker to load and warm up.
-        k: classes in an answer where the request does not say.
+        executions: the executions in order of preference. The first one that works is used. One for CUDA says ``cuda``
+            and gets the GPU that the server assigns to the worker. A worker without a GPU takes the next.
+        strict: whether only the first execution may run. If it does not work, loading fails.
+        workers: number of processes that load the model.
+        batch_size: most images in a batch.
+        max_batch_delay_ms: how long the first image of a batch waits for others.
+        decode_threads: a worker's threads that decode images beside the engine. None: one for each core, at most 8.
+        queue_limit: most requests that may wait for an answer. Further ones are refused and may try again.
+        decoder: the decoder for the images that it accepts, see `decoders`. ``cpu`` is the runtime's own. It also
+            replaces a decoder that does not work, and accuracy was measured with its pixels.
+        response_timeout_s: seconds for a batch. After that the worker is restarted.
+        startup_timeout_s: seconds for a worker to load and warm up.
+        k: default number of classes in an answer.
         instance_limit: most images in one JSON request.
         budget: what decoding may cost.
-        evidence: what was measured of executions, of those above and perhaps others; it changes nothing.
+        evidence: measured accuracy of executions, not only of those above. It changes nothing.
     """
 
     executions: tuple[Execution, ...]
@@ -101,14 +100,14 @@ class Serving:
 
     @property
     def decoding_threads(self) -> int:
-        """How many threads of a worker decode, on this machine."""
+        """Number of decode threads of a worker on this machine."""
         return self.decode_threads or decoders_for(cores())
 
     @property
     def allowance(self) -> Budget:
-        """The budget, with half of ``response_timeout_s`` at most for a batch.
+        """The budget, with at most half of ``response_timeout_s`` for a batch.
 
-        What is not decided by then would be by the server: it kills the worker, and nobody in the batch is answered.
+        Beyond that time the server would kill the worker, and no request in the batch would get an answer.
         """
         most = self.response_timeout_s / 2
         seconds = self.budget.batch_seconds
@@ -116,7 +115,7 @@ class Serving:
 
     @property
     def text(self) -> str:
-        """The file's text: equal records, equal bytes."""
+        """The file's text. Equal records give equal bytes."""
         body = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         body["executions"] = [execution.to_json() for execution in self.executions]
         body["budget"] = dataclasses.asdict(self.budget)
@@ -125,19 +124,19 @@ class Serving:
 
 
 def decoders_for(cores: int) -> int:
-    """How many threads of a worker decode where nobody says, if it has so many cores."""
+    """Return the default number of decode threads for a worker with this many cores."""
     return min(cores, _DECODING_THREADS)
 
 
 def parse_serving(document: str, path: Path) -> Serving:
-    """Read what `Serving.text` wrote; what is left out has its default. ``path`` names it in messages.
+    """Parse the result of `Serving.text`. Missing fields have their defaults. ``path`` is only for messages.
 
     Raises:
-        CardError: it is no JSON of this schema, or a field is unknown, of the wrong type or out of range.
+        CardError: the document is not JSON of this schema, or a field is unknown, of the wrong type or out of range.
     """
     body = parse_document(document, path, _LARGEST_FILE)
     try:
-        values = _known(body, Serving, "serving")
+        values = _known_fields(body, Serving, "serving")
         if not isinstance(values.get("executions"), list):
             raise CardError("serving: executions must be a list")
         values["executions"] = tuple(Execution.from_json(entry) for entry in values["executions"])
@@ -146,25 +145,25 @@ def parse_serving(document: str, path: Path) -> Serving:
                 raise CardError("serving: evidence must be a list")
             values["evidence"] = tuple(Evidence.from_json(entry) for entry in values["evidence"])
         if "budget" in values:
-            values["budget"] = Budget(**_known(values["budget"], Budget, "serving: budget"))
+            values["budget"] = Budget(**_known_fields(values["budget"], Budget, "serving: budget"))
         return Serving(**values)
     except (CardError, UserError) as error:
         raise CardError(f"{path}: {error}") from None
 
 
 def read_serving(folder: Path) -> Serving | None:
-    """How the artifact of a folder is served; None if it does not say.
+    """Return the serving settings in an artifact's folder. None if there are none.
 
     Raises:
-        CardError: as `parse_serving`.
+        CardError: see `parse_serving`.
     """
     path = folder / SERVING_FILE
     document = read_document(path, _LARGEST_FILE)
     return None if document is None else parse_serving(document, path)
 
 
-def _known(body: object, kind: type[Any], where: str) -> dict[str, Any]:
-    """A JSON object with the fields of a record and no others."""
+def _known_fields(body: object, kind: type[Any], where: str) -> dict[str, Any]:
+    """Return a JSON object that has only fields of a record."""
     if not isinstance(body, Mapping):
         raise CardError(f"{where} must be a JSON object, found {fields.shown(body)}")
     known = [entry.name for entry in dataclasses.fields(kind)]

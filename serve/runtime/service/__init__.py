@@ -1,5 +1,5 @@
-"""An opened artifact that many threads may ask.
+"""The service: an opened artifact that many threads may call.
 
-In: request bodies. Does: decodes beside the engine, forms batches while it runs, takes the first execution that works.
-Out: classes for each image, an answer of JSON, and where the time went.
+Input: request bodies. Work: decode beside the engine, form batches while it runs, use the first execution that works.
+Output: classes for each image, a JSON answer, and the time of each stage.
 """

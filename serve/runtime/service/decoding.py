@@ -1,6 +1,6 @@
-"""What the decode threads of a service do with requests: their headers, and their images one by one or together.
+"""The work of a service's decode threads: read headers, and decode images one by one or together.
 
-Nothing here changes a request; the service does, under its lock.
+Nothing here changes a request. The service does that, under its lock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def read_headers(work: PendingRequest, budget: Budget) -> tuple[dict[int, Header], dict[int, Refusal]] | None:
-    """The headers of a request's images by index, and a refusal for each that has none; None: nobody waits for it."""
+    """Return the headers of a request's images by index, and a refusal for each without one. None: it was cancelled."""
     headers: dict[int, Header] = {}
     refused: dict[int, Refusal] = {}
     for index, image in enumerate(work.request.images):
@@ -38,7 +38,7 @@ def read_headers(work: PendingRequest, budget: Budget) -> tuple[dict[int, Header
 
 
 def load(jobs: Sequence[tuple[PendingRequest, int]], predictor: Predictor, budget: Budget) -> list[Loaded]:
-    """The images of some requests, by their indices; of those only that anybody still waits for.
+    """Load images of some requests by their indices. Cancelled and late ones get a refusal.
 
     Raises:
         BrokenError: the decoder's device is lost to this process.
@@ -62,7 +62,7 @@ def load(jobs: Sequence[tuple[PendingRequest, int]], predictor: Predictor, budge
             )
         except BrokenError:
             raise
-        except Exception as error:  # noqa: BLE001 - a decoder of somebody else's; the books must be kept
+        except Exception as error:  # noqa: BLE001 - a foreign decoder may raise anything; the counts must stay right
             _LOG.exception("decoding failed: %s", one_line(error))
             loaded = [Loaded(FAILED)] * len(wanted)
     found |= zip(wanted, loaded, strict=True)

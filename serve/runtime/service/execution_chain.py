@@ -1,4 +1,4 @@
-"""Which of an archive's executions runs here: the first that works; and why those before it do not."""
+"""Finds the first of an archive's executions that works here, and the reasons why earlier ones do not."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from ..errors import CardError, EngineError, PipelineError, UserError, message_o
 from .predictor import PassedOver, Predictor
 
 _LOG = logging.getLogger(__name__)
-#: Why an execution for CUDA does not run where there is no GPU; nothing to speak of.
+#: Why an execution for CUDA does not run without a GPU. It is not worth a report.
 NO_GPU = "it runs on a GPU, and none was assigned here"
 
 
 def open_served(folder: Path, gpu: int | None) -> tuple[Predictor, Serving]:
-    """Open an unpacked archive as its ``serving.json`` says, in a process that serves nothing else, and warm it up.
+    """Open an unpacked archive as its ``serving.json`` says, and warm it up. The process must serve nothing else.
 
-    What is said of it in the log: which execution runs, and why those that it prefers do not. One for CUDA where there
-    is no GPU is nothing to speak of.
+    The log names the execution that runs, and why preferred ones do not. A CUDA execution without a GPU is not
+    reported.
 
     Args:
-        folder: of the archive; every file is checked against its card.
-        gpu: index of the GPU that the server assigned to this process; None: no GPU.
+        folder: folder of the archive. Every file is checked against its card.
+        gpu: index of the GPU assigned to this process. None: no GPU.
 
     Returns:
-        The artifact, opened and warm, and how it is to be served.
+        The artifact, open and warm, and its serving settings.
 
     Raises:
         CardError: a file does not match the card, or there is no ``serving.json``.
-        EngineError: no execution works here, or not the first and the file is strict; each is named, with its reason.
+        EngineError: no execution works here, or not the first and ``serving.json`` is strict. Each is named, with its
+            reason.
     """
     card = read_card(folder)  # the files themselves are checked before one is opened
     serving = read_serving(folder)
@@ -55,16 +56,17 @@ def open_served(folder: Path, gpu: int | None) -> tuple[Predictor, Serving]:
 def first_working(
     name: str, serving: Serving, opened: Callable[[Execution, tuple[PassedOver, ...]], Predictor]
 ) -> Predictor:
-    """The first of an archive's executions that works, with the decoder that its ``serving.json`` names.
+    """Return the first of an archive's executions that works, with the decoder of its ``serving.json``.
 
     Args:
-        name: of the artifact, for messages.
-        serving: says which executions, in order, and which decoder.
-        opened: opens the artifact for an execution, and is told of those that were passed over before.
+        name: the artifact's name, for messages.
+        serving: has the executions in order, and the decoder.
+        opened: opens the artifact for an execution. It gets the executions that were passed over before.
 
     Raises:
         CardError: ``opened`` raised one: a file does not match the card.
-        EngineError: no execution works here, or not the first and the file is strict; each is named, with its reason.
+        EngineError: no execution works here, or not the first and ``serving.json`` is strict. Each is named, with its
+            reason.
     """
     passed: list[PassedOver] = []
     for execution in serving.executions:
@@ -73,8 +75,8 @@ def first_working(
             predictor = opened(execution, told)
         except CardError:
             raise
-        except Exception as error:  # noqa: BLE001 - a library may fail in any way; the next may do
-            passed.append(PassedOver(_named(execution), message_of(error)))
+        except Exception as error:  # noqa: BLE001 - a library may fail in any way; the next may work
+            passed.append(PassedOver(_execution_name(execution), message_of(error)))
         else:
             _add_decoder(predictor, serving)
             return predictor
@@ -88,7 +90,7 @@ def first_working(
 def _open(
     folder: Path, execution: Execution, gpu: int | None, serving: Serving, passed: tuple[PassedOver, ...]
 ) -> Predictor:
-    """The artifact, opened and warm.
+    """Return the artifact, open and warm.
 
     Raises:
         EngineError: the engine does not work here, or does not run this file.
@@ -102,7 +104,7 @@ def _open(
             torch.cuda.set_device(gpu)
     if (reason := unavailable(execution.engine, execution.device_type)) is not None:
         raise EngineError(reason)
-    # Before anything runs: the threads of an engine that was tried before would otherwise be this one's.
+    # Before anything runs. Else the threads of a previously tried engine would stay.
     settle(execution, computes_with_torch=find_engine(execution.engine).computes_with_torch)
     predictor = Predictor(folder, execution, max_batch=serving.batch_size, budget=serving.allowance, passed_over=passed)
     predictor.accuracy = evidence_for(serving.evidence, execution)
@@ -111,10 +113,10 @@ def _open(
 
 
 def _add_decoder(predictor: Predictor, serving: Serving) -> None:
-    """Open what ``serving`` wants to decode with; the runtime's own does it where that does not work.
+    """Open the decoder of ``serving``. If it does not work, the runtime's own decoder is used.
 
     Raises:
-        EngineError: it does not work, and the file is strict.
+        EngineError: the decoder does not work, and ``serving.json`` is strict.
     """
     try:
         predictor.decoder = open_decoder(serving.decoder, predictor.device)
@@ -124,8 +126,8 @@ def _add_decoder(predictor: Predictor, serving: Serving) -> None:
         predictor.passed_over = (*predictor.passed_over, PassedOver(f"decoder {serving.decoder}", str(error)))
 
 
-def _named(execution: Execution) -> str:
-    """An execution in one word, also if its engine is not here."""
+def _execution_name(execution: Execution) -> str:
+    """Return the name of an execution, even if its engine is not installed."""
     try:
         return execution_id(execution)
     except PipelineError:

@@ -1,4 +1,4 @@
-"""Images on their way to the network: headers first, then one decoded at a time, within a budget."""
+"""Loads images for the network within a budget: all headers first, then one image at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import ImageError, Refusal
 from ..images.headers import Header, faults_named, read_header
 from ..images.image_preprocessing import decode, fit
 
-#: The server's fault, not the image's: with less to do beside it, it would be answered.
+#: A fault of the server, not of the image: under less load it would be answered.
 NO_MEMORY = Refusal(503, "the server has too little memory for the image now: try again later")
 
 
@@ -24,17 +24,17 @@ def load_within(
 ) -> Iterator[tuple[int, torch.Tensor | Refusal]]:
     """Load the encoded images of one request within ``budget``.
 
-    An image is decoded when it is asked for, so that a caller holds no more of them than it keeps.
+    Each image is decoded when the caller takes it. So no more of them are held than the caller keeps.
 
     Args:
         items: encoded images (see `image_preprocessing.decode`).
-        preprocessing: what the network takes.
+        preprocessing: the network's input.
         budget: what all this may cost.
-        decoder: what decodes those images that it takes; None: nothing but the runtime's own.
+        decoder: decodes the images that it accepts. None: only the runtime's own decoder.
 
     Yields:
-        The index of an item, and its ``uint8`` image of shape ``preprocessing.shape`` or why there is none;
-        each item once, the refused ones in any order.
+        The index of an item, and its ``uint8`` image of shape ``preprocessing.shape`` or its refusal. Each item occurs
+        once, refused ones in any order.
     """
     account = Account(budget)
     headers: dict[int, Header] = {}
@@ -57,9 +57,9 @@ def load_within(
 
 @dataclass(frozen=True)
 class Loaded:
-    """What became of one encoded image: ``uint8`` of the network's input shape, or why there is none.
+    """One loaded image, ``uint8`` of the network's input shape, or its refusal.
 
-    ``decode`` and ``fit`` are the seconds that each half took.
+    ``decode`` and ``fit`` are the seconds of each step.
     """
 
     image: torch.Tensor | Refusal
@@ -68,7 +68,7 @@ class Loaded:
 
 
 def header_of(item: bytes, budget: Budget) -> Header | Refusal:
-    """As `read_header`, with a refusal for whatever it raises. Safe to call from several threads."""
+    """Read an image's header like `read_header`, but return a refusal instead of an exception. Thread-safe."""
     try:
         return read_header(item, budget)
     except ImageError as error:
@@ -84,9 +84,9 @@ def load_items(
     headers: Sequence[Header],
     decoder: Decoder | None = None,
 ) -> list[Loaded]:
-    """Load images whose headers were read, by ``decoder`` those that it takes and can decode, the others one by one.
+    """Load images whose headers were read. ``decoder`` gets those that it accepts, the others are decoded one by one.
 
-    Safe to call from several threads.
+    Thread-safe.
 
     Raises:
         BrokenError: the decoder's device is lost to this process.
@@ -107,7 +107,7 @@ def load_items(
 
 
 def load_item(item: bytes, preprocessing: Preprocessing, budget: Budget, header: Header) -> Loaded:
-    """As `image_preprocessing.load`, with a refusal for whatever it raises. Safe to call from several threads."""
+    """Load an image like `image_preprocessing.load`, but return a refusal instead of an exception. Thread-safe."""
     started = decoded = time.perf_counter()
     try:
         image = decode(item, preprocessing.channels, budget, header, preprocessing.pixel_max)

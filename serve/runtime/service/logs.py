@@ -1,4 +1,4 @@
-"""Logs as JSON lines, and which requests get one: those that failed and slow ones, few in a second; or every one."""
+"""Logs as JSON lines. Failed and slow requests get a line, at most a few each second, or every request does."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .observation import Observation
 from .stages import FRONTEND_STAGE
 
 _LOG = logging.getLogger("serve.requests")
-# A flood of requests that fail must not become a flood of lines.
+# Many failing requests must not cause as many lines.
 _MOST_PER_SECOND = 20
 
 
 class JsonLines(logging.Formatter):
-    """A log record as one line of JSON: time (UTC), level, logger, event, and what came in ``fields``."""
+    """Formats a log record as one line of JSON: time (UTC), level, logger, event, and the record's ``fields``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -38,7 +38,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Send what this process logs to stderr as JSON lines, and nowhere else."""
+    """Send the process's log to stderr as JSON lines, and nowhere else."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     logging.captureWarnings(True)
@@ -47,17 +47,17 @@ def log_to_stderr() -> None:
     root.setLevel(logging.WARNING)
     logging.getLogger("serve").setLevel(logging.INFO)
     silence_pillow()
-    # Of forms as of images: python-multipart 0.0.34 warns of each that is broken.
+    # python-multipart 0.0.34 warns of each broken form.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
 
 def silence_pillow() -> None:
-    """Have Pillow log nothing of the images that it is given: what is wrong with one, its client is told."""
+    """Turn off Pillow's log of broken images. The client gets the error."""
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 
 def log_requests_to(stream: TextIO) -> None:
-    """Send the lines of requests there, and nothing else: the rest of the process logs as it did."""
+    """Send the log of requests, and nothing else, to a stream."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
     _LOG.handlers[:] = [handler]
@@ -66,13 +66,13 @@ def log_requests_to(stream: TextIO) -> None:
 
 
 class RequestLog:
-    """An observer that writes a line for each request that failed (status 500 and above, and 499) or was slow.
+    """An observer that logs each request that failed (status 499 and from 500 on) or was slow.
 
-    At most 20 lines in a second; how many were left out is said in the next.
+    It writes at most 20 lines in a second. The next line says how many were left out.
 
     Args:
-        slow_s: seconds from which a request is slow.
-        every: write a line for each request, however many come.
+        slow_s: seconds from which on a request is slow.
+        every: log every request, without a limit.
     """
 
     def __init__(self, slow_s: float, *, every: bool = False) -> None:
@@ -83,7 +83,7 @@ class RequestLog:
         self._left_out = 0
 
     def __call__(self, observation: Observation) -> None:
-        """Write a line, or not: never of a probe, of which there are thousands a day."""
+        """Log a request if it failed or was slow. Probes are never logged: there are thousands a day."""
         if observation.probe:
             return
         slow = observation.seconds >= self._slow_s

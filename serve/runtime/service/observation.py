@@ -1,4 +1,4 @@
-"""What is told of each request when it is over, for metrics and logs."""
+"""The record of a finished request, for metrics and logs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it imports torch
 
 _ID = re.compile(r"[!-~]{1,128}")
 
-# Of this process and of one request: random numbers for each would be a system call each.
+# A prefix for the process and a counter. Random numbers for each request would need a system call each.
 _PROCESS = secrets.token_hex(4)
 _NUMBER = itertools.count(secrets.randbelow(1 << 20))
 
@@ -27,33 +27,33 @@ def _new_id() -> str:
 
 
 def request_id(given: str, own: Callable[[], str] = _new_id) -> str:
-    """The client's word for its request where that is one (visible ASCII, at most 128 of it), or the server's.
+    """Return the client's ID of a request if it is valid (1 to 128 visible ASCII characters), or else the server's.
 
     Args:
-        given: by the client; empty: nothing.
-        own: the server's; without it a new one is made.
+        given: the client's ID. Empty: none.
+        own: returns the server's ID. By default a new one.
     """
     return given if _ID.fullmatch(given) else own()
 
 
 @dataclass(slots=True)
 class Observation:
-    """One request, filled while it is answered; an observer gets it once, whole, and changes nothing.
+    """The record of one request, filled while the request is answered. Observers get it once and must not change it.
 
     Attributes:
-        request_id: the client's, or one of ours.
-        route: the path as it was added to the router, or ``grpc/METHOD``; empty where nothing answers. Of TorchServe,
-            which tells a worker no path: ``predict``, ``explain`` or ``describe``.
-        model: name of the model that was asked; None: none, or an unknown one.
-        version: of the model that answered.
-        status: HTTP status of the answer; 499: the client was gone before it.
-        seconds: from the request's headers to its answer. Of TorchServe: from when the request was whole.
-        stages: where the service's time went; None: it was not asked.
-        batch_size: images that went through the network together with this request's first.
-        images: how many this request held.
-        refusals: a word for each refusal, of the request or of one of its images (``item-415``).
-        frontend_ms: which of that it waited before this process had it; None: nobody else was before.
-        probe: whether it asked for the server's health only.
+        request_id: the client's ID, or the server's.
+        route: the path as in the router, or ``grpc/METHOD``. Empty if there is no such route. In TorchServe, which
+            passes no path to a worker: ``predict``, ``explain`` or ``describe``.
+        model: name of the model. None: no model, or an unknown one.
+        version: version of the model.
+        status: HTTP status of the response. 499: the client disconnected before it.
+        seconds: from the request's headers to its response. In TorchServe from when the request was complete.
+        stages: times of the service's stages. None: the service was not called.
+        batch_size: images in the batch of this request's first image.
+        images: number of images in this request.
+        refusals: a word for each refusal of the request or one of its images (``item-415``).
+        frontend_ms: milliseconds in a frontend's queue before this process got it. None: there is no frontend.
+        probe: whether it is a health probe.
     """
 
     request_id: str = ""
@@ -70,10 +70,10 @@ class Observation:
     probe: bool = False
 
     def tell(self, answered: Answered) -> None:
-        """Fill in what the service did."""
+        """Record the service's answer."""
         self.stages, self.batch_size = answered.stages, answered.batch_size
         self.refusals += tuple(f"item-{found.status}" for found in answered.outcomes if isinstance(found, Refusal))
 
 
-#: Called in the event loop, once for each request: it must neither wait nor raise.
+#: Called in the event loop, once for each request. It must neither block nor raise.
 Observer = Callable[[Observation], None]

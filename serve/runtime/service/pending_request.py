@@ -1,4 +1,4 @@
-"""One request under way in a service: what is known of it, where its time goes, and its answer to come."""
+"""One request in a service: its state, its times, and the future of its answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .predictor import Outcome
 from .protocol import Request
 from .stages import Stages
 
-#: Pixels from which an image may not take the last idle decode thread from smaller ones: above what phones make.
+#: Pixels from which an image may not take the last idle decode thread from smaller ones. More than phones produce.
 LARGE = 16_000_000
 
 LATE = Refusal(504, "the request's deadline passed before it was computed")
@@ -26,10 +26,9 @@ FAILED = Refusal(500, "the server failed on the image; its log says why")
 
 @dataclass(frozen=True)
 class Answered:
-    """What became of a request: an outcome for each image, in order.
+    """The answer to a request: an outcome for each image, in order.
 
-    ``batch_size`` counts the images of the largest batch that one of its own went through the network with; 0 if
-    none did.
+    ``batch_size`` is the size of the largest batch with one of its images. 0 if none was in a batch.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -38,17 +37,17 @@ class Answered:
 
 
 class PendingRequest:
-    """A request under way. Its fields are changed under the service's lock.
+    """An unanswered request. Change its fields only under the service's lock.
 
     Attributes:
-        deadline: `time.monotonic` seconds; None: there is none.
-        future: the answer to come.
-        outcomes: what became of each image; None: nothing yet.
-        left: how many images nothing became of yet.
-        headers: of the images that are still to be decoded, by index.
-        todo: indices of images that no thread decodes yet; None: their headers are not read.
-        undecoded: how many of those admitted are not decoded.
-        pixels: of those admitted.
+        deadline: in seconds of `time.monotonic`. None: there is none.
+        future: the future of the answer.
+        outcomes: the outcome of each image. None: not known yet.
+        left: number of images without an outcome.
+        headers: headers of the images that are not decoded yet, by index.
+        todo: indices of images that no thread decodes yet. None: their headers are not read.
+        undecoded: number of admitted images that are not decoded.
+        pixels: pixels of the admitted images.
         batch_size: see `Answered`.
     """
 
@@ -70,7 +69,7 @@ class PendingRequest:
         self.batch_size = 0
 
     def refusal(self) -> Refusal | None:
-        """Why nothing more of it is computed."""
+        """Return the refusal for a passed deadline. None: it has not passed."""
         return LATE if self.deadline is not None and time.monotonic() >= self.deadline else None
 
     @property
@@ -79,7 +78,7 @@ class PendingRequest:
         return bool(self.todo) and self.headers[self.todo[0]].pixels > LARGE  # type: ignore[index]
 
     def answer(self) -> None:
-        """Give the answer; an image of which nothing is known by now has failed."""
+        """Resolve the future. An image without an outcome has failed."""
         spent = self.decode + self.preprocess + self.infer + self.postprocess
         queue = max(0.0, time.perf_counter() - self.begun - spent)
         stages = Stages(*(part * 1e3 for part in (queue, self.decode, self.preprocess, self.infer, self.postprocess)))
@@ -89,7 +88,7 @@ class PendingRequest:
 
 @dataclass(frozen=True)
 class ReadyImage:
-    """A decoded image that waits for the engine: of which request, and which of its images."""
+    """A decoded image that waits for the engine, with its request and its index there."""
 
     work: PendingRequest
     index: int
@@ -97,19 +96,19 @@ class ReadyImage:
 
 
 def refused(request: Request, refusal: Refusal) -> Answered:
-    """The answer to a request of which nothing was computed."""
+    """Return the answer to a request for which nothing was computed."""
     outcomes = tuple(image if isinstance(image, Refusal) else refusal for image in request.images)
     return Answered(outcomes, Stages(0, 0, 0, 0, 0), 0)
 
 
 def runs(future: Future[Answered]) -> bool:
-    """Whether the answer is still wanted; from then on it cannot be cancelled."""
+    """Whether the answer is still wanted. From then on it cannot be cancelled."""
     return future.running() or (not future.done() and future.set_running_or_notify_cancel())
 
 
 def resolve(future: Future[Answered], found: Answered | BrokenError) -> None:
-    """Give an answer, unless it was cancelled or given before."""
-    with suppress(InvalidStateError):  # two threads may come at once where one of them gives up
+    """Resolve a future, unless it was cancelled or resolved before."""
+    with suppress(InvalidStateError):  # two threads may get here at once if one of them gives up
         if not runs(future):
             return
         if isinstance(found, BrokenError):

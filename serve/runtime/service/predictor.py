@@ -1,4 +1,4 @@
-"""Bytes in, top-k out, one outcome per item: an opened artifact as every server and measurement uses it."""
+"""An opened artifact: encoded images in, top-k classes out. Every server and measurement uses it."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from .image_loading import NO_MEMORY, load_within
 
 _LOG = logging.getLogger(__name__)
 
-# What is no number cannot be ranked, nor written as JSON. It may be one image's: half precision overflows.
+# NaN and infinity cannot be ranked or written as JSON. A single image may cause them: half precision overflows.
 _NOT_FINITE = Refusal(500, "the network gave no finite numbers (NaN or infinity) for the image")
 
 
 @dataclass(frozen=True)
 class Label(Described):
-    """One class of an answer; ``probability`` is in [0, 1], see `probabilities_of`."""
+    """One class of an answer. ``probability`` is in [0, 1], see `probabilities_of`."""
 
     label: str
     index: int
     probability: float
 
 
-#: What became of one item: its best classes, best first, or why there are none.
+#: The outcome of one item: its best classes, best first, or a refusal.
 Outcome = list[Label] | Refusal
 
 
 @dataclass(frozen=True)
 class Classified:
-    """The outcomes of decoded images, in order, and the seconds that the network and the ranking took."""
+    """The outcomes of decoded images, in order, with the seconds for inference and ranking."""
 
     outcomes: list[Outcome]
     infer: float
@@ -61,10 +61,10 @@ def infer(
     dtype: torch.dtype,
     transfer: Transfer | None = None,
 ) -> torch.Tensor:
-    """``uint8`` images, ``(N, C, H, W)`` or N of ``(C, H, W)``, to ``float32`` logits ``(N, classes)`` on the host.
+    """Run ``uint8`` images, ``(N, C, H, W)`` or N of ``(C, H, W)``, to ``float32`` logits ``(N, classes)`` on the host.
 
-    What a request pays for once its images are decoded: copy to the device, normalise (where the graph does not:
-    ``dtype`` is then ``uint8``), run, copy back; ``transfer`` copies, if it is not left to torch.
+    This is the cost of a request after decoding: copy to the device, normalise, run, copy back. It does not normalise
+    if ``dtype`` is ``uint8``: the graph does then. ``transfer`` does the copies. None: torch does.
     """
     transfer = transfer or Plain(engine.device)
     with torch.inference_mode():
@@ -74,40 +74,40 @@ def infer(
 
 
 def probabilities_of(logits: torch.Tensor, kind: Probabilities) -> torch.Tensor:
-    """Logits ``(N, classes)`` as probabilities: shares that sum to one, or of each class by itself (``sigmoid``)."""
+    """Convert logits ``(N, classes)`` to probabilities that sum to one, or to independent ones for ``sigmoid``."""
     return logits.sigmoid() if kind == "sigmoid" else logits.softmax(dim=1)
 
 
 @dataclass(frozen=True)
 class PassedOver:
-    """An execution that would have been preferred and does not work here: its name, and why."""
+    """An execution that would be preferred but does not work here, with the reason."""
 
     execution: str
     reason: str
 
 
 class Predictor(Described):
-    """An artifact folder, opened by an execution. Safe to share between threads, which take turns at its engine.
+    """An artifact, opened by an execution. Threads may share it, and take turns at its engine.
 
-    On a GPU it takes turns with the process's other models there, too; see `device_turns`.
+    On a GPU it also takes turns with the process's other models; see `device_turns`.
 
-    An engine that wants one thread of its own gets it from `service.Service`.
+    An engine that needs its own thread gets it from `service.Service`.
 
     Attributes:
-        timings: of the `predict` that ended last, in whichever thread.
-        seconds: what the last call of `warm_up` took for a batch, by its size.
-        accuracy: what is known of it, for `describe`; see `evidence`.
+        timings: times of the last `predict`, in whichever thread.
+        seconds: seconds for a batch by its size, from the last call of `warm_up`.
+        accuracy: the known accuracy, for `describe`; see `evidence`.
 
     Args:
-        folder: the artifact's folder; its files are checked against the card.
-        execution: what runs it; None takes the preferred engine that works here, on the CPU.
-        max_batch: images that go through the network at once; more are split.
-        budget: what decoding may cost; by default each image is bounded, and requests are not.
-        passed_over: what was tried before, for `describe`.
-        decoder: what decodes the images that it takes; None: nothing but the runtime's own.
+        folder: the artifact's folder. Its files are checked against the card.
+        execution: how to run it. None: the preferred engine that works here, on the CPU.
+        max_batch: most images in a batch. More are split.
+        budget: what decoding may cost. By default each image is limited, but requests are not.
+        passed_over: executions that were tried before, for `describe`.
+        decoder: decodes the images that it accepts. None: only the runtime's own decoder.
 
     Raises:
-        CardError: the folder is not a whole artifact.
+        CardError: the artifact is incomplete.
         UserError: there is no such engine, or it has no such option.
         EngineError: the artifact cannot be run so.
     """
@@ -138,24 +138,24 @@ class Predictor(Described):
 
     @property
     def any_thread(self) -> bool:
-        """Whether one thread may run it and then another, never two at once; else who opened it alone."""
+        """Whether different threads may run it, one at a time. If not, only the thread that opened it may."""
         return self.device.type == "cpu" and find_engine(self.execution.engine).any_thread
 
     def logits(self, images: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-        """``uint8`` images to ``float32`` logits ``(N, classes)`` on the host.
+        """Return ``float32`` logits ``(N, classes)`` on the host.
 
         Args:
-            images: ``(N, C, H, W)``, or N of ``(C, H, W)``, each on the host or the engine's device; N >= 1.
+            images: ``uint8``, ``(N, C, H, W)`` or N of ``(C, H, W)``, on the host or the engine's device. N >= 1.
         """
         with self._turn:
             return infer(self.engine, images, self.card.preprocessing, self._dtype, self._transfer)
 
     def probabilities(self, batch: torch.Tensor) -> torch.Tensor:
-        """As `logits`, as the probabilities that the card says, in [0, 1]."""
+        """Return probabilities in [0, 1], of the kind in the card. For the arguments see `logits`."""
         return probabilities_of(self.logits(batch), self.card.probabilities)
 
     def warm_up(self, batch_sizes: Iterable[int], repeats: int = 3) -> None:
-        """Run every batch size a few times: TorchScript optimises on its second run, CUDA on its first."""
+        """Run every batch size a few times. TorchScript optimises on its second run, CUDA on its first."""
         for size in sorted(set(batch_sizes)):
             batch = torch.zeros((size, *self.card.preprocessing.shape), dtype=torch.uint8)
             for _ in range(repeats):
@@ -164,14 +164,13 @@ class Predictor(Described):
                 self.seconds[size] = min(time.perf_counter() - started, self.seconds.get(size, math.inf))
 
     def predict(self, items: Sequence[bytes], k: int = 5) -> list[Outcome]:
-        """Classify the encoded images of one request; a bad one gets its own refusal and the others their answers.
+        """Classify the encoded images of one request. A bad image gets its own refusal, the others their answers.
 
-        No more images are held decoded than go through the network at once. What the budget has too little for is
-        refused.
+        At most one batch of decoded images is held. Images beyond the budget are refused.
 
         Args:
             items: encoded images (see `image_preprocessing.decode`).
-            k: how many classes to answer; capped at the number of classes.
+            k: number of classes in an answer, at most the number of all classes.
 
         Returns:
             One outcome per item, in order.
@@ -197,14 +196,14 @@ class Predictor(Described):
         return outcomes
 
     def classify(self, images: Sequence[torch.Tensor], wanted: Sequence[int]) -> Classified:
-        """Classify decoded images, which go through the network together.
+        """Classify decoded images as one batch.
 
-        Where memory is too short for them together they go in halves; where the engine fails for another reason
-        too, so that one image's fault is not its neighbours'.
+        If memory is too short, the batch is halved and tried again. The same happens if the engine fails otherwise, so
+        that one image cannot fail its neighbours.
 
         Args:
-            images: ``uint8`` of the network's input shape, each on the host or the engine's device; at least one.
-            wanted: how many classes each is to get.
+            images: ``uint8`` of the network's input shape, on the host or the engine's device. At least one.
+            wanted: number of classes for each image.
 
         Raises:
             BrokenError: the device is lost to this process.
@@ -221,10 +220,10 @@ class Predictor(Described):
         return Classified(outcomes, inferred - started, time.perf_counter() - inferred)
 
     def _rows(self, images: Sequence[torch.Tensor]) -> list[torch.Tensor | Refusal]:
-        """Logits ``(N, classes)`` of the batch's parts, in order, with a refusal for each image that has none."""
+        """Return logits ``(N, classes)`` of the batch's parts, in order, with a refusal for each image without any."""
         try:
             return [self.logits(images)]
-        except Exception as error:  # noqa: BLE001 - a library raises what it likes
+        except Exception as error:  # noqa: BLE001 - a library may raise anything
             if is_lost(error) or not device_answers(self.device):
                 raise BrokenError(
                     f"{self.card.name}: {self.device} is lost to this process: {one_line(error)}"
@@ -239,12 +238,12 @@ class Predictor(Described):
         return self._rows(images[:middle]) + self._rows(images[middle:])
 
     def _best(self, logits: torch.Tensor, wanted: Sequence[int]) -> list[Outcome]:
-        """The best classes of each row, best first; equal ones by index."""
+        """Return the best classes of each row, best first, equal ones by index."""
         finite = logits.isfinite().all(dim=1).tolist()
         probabilities = probabilities_of(logits, self.card.probabilities)
         count = probabilities.shape[1]
-        # One more than is wanted, to see whether that is as good: of equal values topk takes any. For 8 rows of 1000
-        # classes a stable sort takes 0.3 ms, and this 0.02 (torch 2.14).
+        # One more than wanted, to see whether it ties with the last: topk returns any of equal values. For 8 rows of
+        # 1000 classes a stable sort takes 0.3 ms, this 0.02 ms (torch 2.14).
         found = probabilities.topk(min(max(wanted, default=0) + 1, count), dim=1)
         values, order = found.values.tolist(), found.indices.tolist()
         outcomes: list[Outcome] = []
@@ -272,11 +271,11 @@ class Predictor(Described):
 
     @property
     def execution_name(self) -> str:
-        """What runs it, in one word, whichever GPU it is on."""
+        """Name of the execution, the same for every GPU."""
         return execution_id(dataclasses.replace(self.execution, device=self.execution.device_type))
 
     def describe(self) -> dict[str, Any]:
-        """What is served and what executes it, for the endpoint's ``describe``."""
+        """Return what is served and what runs it, for the ``describe`` endpoint."""
         card = self.card
         return {
             "artifact": card.name,
@@ -294,7 +293,7 @@ class Predictor(Described):
             "classes": len(card.classes),
             "probabilities": card.probabilities,
             "content": card.content,
-            # It was measured with the runtime's own decoder; others give other pixels.
+            # Accuracy was measured with the runtime's own decoder. Others return other pixels.
             "accuracy": self.accuracy if self.decoder is None else None,
             "data": dict(card.data),
             "target": card.target,

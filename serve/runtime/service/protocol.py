@@ -1,7 +1,7 @@
-"""What the endpoint is asked and what it answers: request bodies to images, outcomes to JSON.
+"""The endpoint's format: request bodies to images, outcomes to JSON.
 
-It knows the formats and no server: a server hands it the decoded parameters of a request and sends
-the status and the body that it gives back.
+It knows the formats and no server. A server passes the decoded parameters of a request, and sends the returned status
+and body.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Refusal, RequestError
 
-if TYPE_CHECKING:  # it imports torch, and who parses and answers may compute nothing
+if TYPE_CHECKING:  # it imports torch, which a process that only parses need not load
     from .predictor import Outcome
 
-#: Parameter names under which an image or a JSON document may come, in order of preference.
+#: Names of the parameter with an image or a JSON document, in order of preference.
 BODY_NAMES = ("data", "body")
 
 #: Fields of a JSON instance that may hold an image in base64.
 ENCODED_NAMES = ("b64", "data")
 
-#: Values of a JSON document, names and lists included: of seven images of 224 x 224 x 3 pixels. CPython reads one with
-#: its lock held, in 0.1 to 0.5 s for so many, in which no other thread runs, and makes up to 75 MB of them.
+#: Most values of a JSON document, names and lists included: seven images of 224 x 224 x 3 pixels. CPython parses so
+#: many in 0.1 to 0.5 s. It holds its lock meanwhile, and allocates up to 75 MB.
 MOST_VALUES = 1 << 20
 _COUNTED_AT_ONCE = 1 << 20
 _BLANKS = b" \t\n\r\v\f"
@@ -36,10 +36,10 @@ _BLANKS = b" \t\n\r\v\f"
 
 @dataclass(frozen=True)
 class Request:
-    """One request: its images in order, how many classes each is to get, and the form of the answer.
+    """One request: its images in order, the number of classes for each, and the form of the answer.
 
-    ``images`` has a refusal in the place of an instance that holds no image. ``listed`` tells a request
-    of ``instances`` (answered with ``predictions``) from one image (answered with its classes).
+    ``images`` has a refusal in place of an instance without an image. ``listed`` is true for a request with
+    ``instances``, which is answered with ``predictions``. A single image is answered with its classes.
     """
 
     images: tuple[bytes | Refusal, ...]
@@ -50,15 +50,15 @@ class Request:
 def parse(
     parameters: Mapping[str, Any], *, says_json: bool, request_type: str, default_k: int, instance_limit: int
 ) -> Request:
-    """Read one request.
+    """Parse one request.
 
     Args:
-        parameters: query parameters, multipart fields and the body, by name; values are bytes, text,
-            or JSON that the server has decoded already.
+        parameters: query parameters, multipart fields and the body, by name. Values are bytes, text, or JSON that the
+            server has decoded already.
         says_json: whether the body was sent as ``application/json``.
-        request_type: the request's content type in lower case; empty if it came without one.
-        default_k: how many classes to answer where the request does not say.
-        instance_limit: most images that one request may hold.
+        request_type: the request's content type in lower case. Empty if there was none.
+        default_k: number of classes in an answer if the request does not say.
+        instance_limit: most images in one request.
 
     Raises:
         RequestError: ``k``, the JSON document or the number of instances is wrong, or there is no body.
@@ -77,7 +77,7 @@ def parse(
                 "the header 'Content-Type: image/jpeg', or use curl's -T FILE instead of --data-binary"
             )
         raise RequestError(f"the request has no image: send it as the body or as the multipart field 'data'{found}")
-    if isinstance(body, str):  # TorchServe decodes text/* bodies, and JSON, which may be but a text
+    if isinstance(body, str):  # TorchServe decodes text/* bodies, and JSON, which may be a single text
         try:
             body = body.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError as error:
@@ -90,7 +90,7 @@ def parse(
 
 
 def two_images() -> RequestError:
-    """What is wrong with a form that has several parts which may hold the image."""
+    """Return the error for a form with several parts that may be the image."""
     return RequestError(
         "the form has more than one part 'data' or 'body': send a request for each image, or all of them as JSON, as "
         '{"instances": [{"b64": "<base64 of an image>"}, …]}'
@@ -98,15 +98,15 @@ def two_images() -> RequestError:
 
 
 def looks_like_json(body: bytes | bytearray) -> bool:
-    """Whether a body is JSON whatever its content type says: no supported image format begins with a brace."""
+    """Whether a body is JSON, whatever its content type says. No supported image format begins with a brace."""
     return bytes(body[:64]).lstrip().startswith(b"{")
 
 
 def read_json(body: bytes) -> object:
-    """The JSON value of a body.
+    """Parse a JSON body.
 
     Raises:
-        RequestError: it is none, or of more than `MOST_VALUES` values.
+        RequestError: the body is not valid JSON, or has more than `MOST_VALUES` values.
     """
     values = 0
     for start in range(0, len(body), _COUNTED_AT_ONCE):
@@ -120,19 +120,19 @@ def read_json(body: bytes) -> object:
 
 
 def read_base64(text: str) -> bytes:
-    """The bytes of base64, which a command line may have wrapped: white space is let through, and nothing else is.
+    """Decode base64. White space is allowed, because command lines may wrap it; other characters are not.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not valid base64.
     """
     return base64.b64decode(text.encode().translate(None, _BLANKS), validate=True)
 
 
 def parse_k(value: object) -> int:
-    """How many classes were asked for.
+    """Parse the number of classes.
 
     Raises:
-        RequestError: it is not a whole number from 1, or has more than nine digits.
+        RequestError: the value is not a whole number from 1, or has more than nine digits.
     """
     text = bytes(value).decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
@@ -141,14 +141,14 @@ def parse_k(value: object) -> int:
 
 
 def answer(request: Request, outcomes: Sequence[Outcome]) -> tuple[int, bytes]:
-    """HTTP status and JSON body for a request whose images had these outcomes, in order.
+    """Return HTTP status and JSON body for a request whose images had these outcomes, in order.
 
-    One image: the list of its classes, best first, or ``{"error": …}`` with the refusal's own status.
-    Instances: ``{"predictions": [list or {"error": …}, …]}`` with status 200, or the first refusal's
-    status when every one of them was refused. Always valid JSON (RFC 8259), in ASCII.
+    One image: the list of its classes, best first, or ``{"error": …}`` with the refusal's own status. Instances:
+    ``{"predictions": [list or {"error": …}, …]}`` with status 200. If every instance was refused, the status is that of
+    the first refusal. The body is always valid JSON (RFC 8259), in ASCII.
 
     Raises:
-        ValueError: a probability is no finite number.
+        ValueError: a probability is not a finite number.
     """
     bodies = [_body(outcome) for outcome in outcomes]
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
@@ -161,12 +161,12 @@ def answer(request: Request, outcomes: Sequence[Outcome]) -> tuple[int, bytes]:
 
 
 def refuse(refusal: Refusal) -> tuple[int, bytes]:
-    """HTTP status and JSON body for a refusal."""
+    """Return HTTP status and JSON body for a refusal."""
     return refusal.status, _body(refusal).encode("ascii")
 
 
 def _instances(document: object, limit: int) -> tuple[bytes | Refusal, ...]:
-    """The images of ``{"instances": [{"b64": …}, …]}``; see `_image`."""
+    """Return the images of ``{"instances": [{"b64": …}, …]}``; see `_image`."""
     shape = 'the JSON body must be {"instances": [{"b64": "<base64 of an image>"}, …]}'
     instances = document.get("instances") if isinstance(document, Mapping) else None
     if not isinstance(instances, list):
@@ -179,10 +179,10 @@ def _instances(document: object, limit: int) -> tuple[bytes | Refusal, ...]:
 
 
 def _image(instance: object, index: int) -> bytes | Refusal:
-    """The bytes of one instance, or what is wrong with it.
+    """Return the bytes of one instance, or the refusal for it.
 
-    Base64 may stand in ``b64``, or in ``data``, as TorchServe's own examples for KServe have it; a browser's ``data:``
-    URL is taken for the base64 in it.
+    Base64 may be in ``b64``, or in ``data`` as in TorchServe's own examples for KServe. A browser's ``data:`` URL is
+    accepted for the base64 in it.
     """
     fields = instance if isinstance(instance, Mapping) else {}
     found = [name for name in ENCODED_NAMES if isinstance(fields.get(name), str)]
@@ -202,14 +202,14 @@ def _image(instance: object, index: int) -> bytes | Refusal:
 
 def _body(outcome: Outcome) -> str:
     if isinstance(outcome, Refusal):
-        # What a message quotes may have unpaired surrogates; in JSON they would be no Unicode text (RFC 8259, 8.2).
+        # A quoted part may have unpaired surrogates. In JSON they would not be Unicode text (RFC 8259, 8.2).
         return json.dumps({"error": outcome.message.encode("utf-8", "replace").decode()})
-    return f"[{', '.join(_opening(label.label, label.index) + _number(label.probability) for label in outcome)}]"
+    return f"[{', '.join(_label_json(label.label, label.index) + _number(label.probability) for label in outcome)}]"
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _opening(label: str, index: int) -> str:
-    """What is the same in all answers that name a class: made once for each."""
+def _label_json(label: str, index: int) -> str:
+    """Return the JSON of a class up to its probability. It is the same in all answers, so it is cached."""
     return f'{{"label": {json.dumps(label)}, "index": {index}, "probability": '
 
 

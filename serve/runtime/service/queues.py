@@ -1,6 +1,6 @@
-"""The queues between the threads of a service: requests to decode, images for the engine, and who takes which next.
+"""The queues between a service's threads: requests to decode, images for the engine, and the order of both.
 
-The books of a service, and none of its work: nothing here is decoded, computed or answered.
+Only the bookkeeping: nothing here decodes, computes or answers.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from ..images.headers import Header
 from .image_loading import Loaded
 from .pending_request import LARGE, PendingRequest, ReadyImage
 
-#: Pixels that an idle engine's thread decodes by itself at most (in about 7 ms), so that a lone request changes
-#: threads once and not twice.
+#: Most pixels that an idle engine's thread decodes itself (in about 7 ms). A lone request then switches threads once,
+#: not twice.
 SMALL = 1_000_000
 _SMALL_BYTES = 1 << 19
 
 
 class Queues:
-    """Requests and images on their way to an engine. Every method is safe to call from several threads.
+    """Requests and images on their way to an engine. All methods are thread-safe.
 
     Args:
-        budget: what may lie here at once.
-        most: images that go through the engine at once.
-        together: images that the decoder takes at once.
-        decode_threads: how many threads decode.
+        budget: limits for everything that is queued.
+        most: most images in an engine's batch.
+        together: most images in a decoder's batch.
+        decode_threads: number of decode threads.
         hands_over: whether the engine's thread decodes nothing, not even a lone request.
 
     Attributes:
-        lock: of everything here, and of what a service keeps beside it. Nobody who has it calls a method that takes it.
-        works: requests of which something is to be decoded and is not being decoded.
+        lock: guards everything here and the service's own state. A caller that holds it must not call a method that
+            takes it.
+        works: requests with images that no thread decodes yet.
         ready: decoded images.
-        decoding: how many threads have something to decode.
+        decoding: number of threads that decode.
         backlog: pixels that are admitted and not decoded.
-        closed: whether nothing more is taken.
+        closed: whether nothing more is accepted.
     """
 
     def __init__(self, budget: Budget, *, most: int, together: int, decode_threads: int, hands_over: bool) -> None:
@@ -51,19 +52,19 @@ class Queues:
         self.closed = False
         self._to_decode = threading.Condition(self.lock)
         self._to_infer = threading.Condition(self.lock)
-        self._most, self._together, self._decode_threads = most, together, decode_threads
-        # Decoded ahead of the engine, and no more.
+        self._max_batch, self._together, self._decode_threads = most, together, decode_threads
+        # Most images that are decoded ahead of the engine.
         self._room = max(2 * most, most + decode_threads * together)
-        self._hands_over = hands_over
-        self._lone: PendingRequest | None = None  # that the engine's thread is to decode
-        self._idle = False  # whether it waits
+        self._engine_decodes_nothing = hands_over
+        self._lone: PendingRequest | None = None  # the request that the engine's thread must decode
+        self._idle = False  # whether that thread waits
         self._here = False  # whether another thread decodes and infers in its place
-        self._large = 0  # decode threads that have a large image
-        self._in_step = 0  # how many gave requests that are answered together
+        self._large = 0  # decode threads with a large image
+        self._in_step = 0  # callers that submit requests to be answered together
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """For requests that come in the block and are answered together: none of them is done sooner by itself."""
+        """Mark a block of requests that are answered together, so that none of them is finished early by itself."""
         with self.lock:
             self._in_step += 1
         try:
@@ -75,7 +76,7 @@ class Queues:
     # Under the lock.
 
     def add(self, work: PendingRequest) -> None:
-        """Take in a request with something to decode. Under the lock."""
+        """Add a request with images to decode. The caller holds the lock."""
         if self._idle and self._is_lone(work):
             self._lone, self._idle = work, False
             self.decoding += 1
@@ -85,9 +86,9 @@ class Queues:
             self._to_decode.notify()
 
     def begin_here(self, work: PendingRequest) -> bool:
-        """Have the calling thread do a lone request in place of the engine's; whether it may. Under the lock.
+        """Let the calling thread compute a lone request, and return whether it may. The caller holds the lock.
 
-        It is as if `lone` had given the request. Whoever has done it says so, by `done` and then by `end_here`.
+        It counts as if `lone` had returned the request. The caller must then call `done` and `end_here`.
         """
         if not (self._idle and self._is_lone(work)):
             return False
@@ -96,13 +97,13 @@ class Queues:
         return True
 
     def drop_cancelled(self) -> None:
-        """Take out the requests that nobody waits for. Under the lock."""
+        """Remove the cancelled requests. The caller holds the lock."""
         for other in [other for other in self.works if other.future.cancelled()]:
             self.works.remove(other)
-            self._forget(other)
+            self._leave_backlog(other)
 
     def end(self) -> None:
-        """Have all who wait here end, and take nothing more. Under the lock."""
+        """Wake all waiting threads to end, and accept nothing more. The caller holds the lock."""
         self.closed = True
         self.works.clear()
         self.ready.clear()
@@ -112,9 +113,9 @@ class Queues:
     # For who decodes.
 
     def next_works(self) -> list[PendingRequest]:
-        """The next requests of which something is to be decoded, one but for a decoder of batches; empty: no more.
+        """Return the next requests to decode: one, or several for a decoder of batches. Empty: the service has ended.
 
-        Who gets them says so when done, by `done`.
+        The caller must call `done` afterwards.
         """
         with self.lock:
             while not self.closed:
@@ -133,15 +134,15 @@ class Queues:
         return []
 
     def admit(self, work: PendingRequest, headers: dict[int, Header], seconds: float) -> dict[int, Refusal]:
-        """Note a request's headers, and see what the budget has for its images: all or none.
+        """Record a request's headers, and check its images against the budget: all or none are admitted.
 
         Args:
             work: the request.
-            headers: of its images that have one, by index.
-            seconds: that reading them took.
+            headers: headers of its readable images, by index.
+            seconds: time to read them.
 
         Returns:
-            Why its images are not admitted, by index.
+            The refusals by index, if they are not admitted.
         """
         pixels = [header.pixels for header in headers.values()]
         refused: dict[int, Refusal] = {}
@@ -160,9 +161,9 @@ class Queues:
             self._to_decode.notify()
 
     def begin(self, works: Sequence[PendingRequest]) -> list[tuple[PendingRequest, int]]:
-        """An image of each request to decode now (several of a lone one, for a decoder of batches).
+        """Return an image of each request to decode now, or several of a lone one for a decoder of batches.
 
-        Its other images may meanwhile be decoded by other threads.
+        Other threads may decode its other images meanwhile.
         """
         jobs: list[tuple[PendingRequest, int]] = []
         with self.lock:
@@ -179,17 +180,17 @@ class Queues:
     def put(
         self, jobs: Sequence[tuple[PendingRequest, int]], found: Sequence[Loaded] | None
     ) -> list[tuple[PendingRequest, int, Refusal]]:
-        """Take in what became of what was begun (None: nothing), and tell the engine.
+        """Record the results of started images (None: they failed), and wake the engine.
 
         Returns:
-            The images that were refused.
+            The refused images.
         """
         refused: list[tuple[PendingRequest, int, Refusal]] = []
         with self.lock:
             self._large -= _has_large(jobs)
             for work, _ in jobs:
                 work.undecoded -= 1
-                self._forget(work)
+                self._leave_backlog(work)
             for (work, index), loaded in zip(jobs, found or (), strict=found is not None):
                 work.decode += loaded.decode
                 work.preprocess += loaded.fit
@@ -202,14 +203,14 @@ class Queues:
         return refused
 
     def done(self) -> None:
-        """Say that what `next_works` or `lone` gave is decoded, as far as it is for now."""
+        """End the decoding that `next_works` or `lone` started."""
         with self.lock:
             self.decoding -= 1
             if self.decoding == 0 and not self._here:
                 self._to_infer.notify()
 
     def end_here(self) -> None:
-        """Leave the engine to its thread again."""
+        """Return the engine to its own thread."""
         with self.lock:
             self._here, self._idle = False, True
             if self.ready or self.closed:
@@ -218,7 +219,7 @@ class Queues:
     # For the engine's thread.
 
     def lone(self) -> PendingRequest | None:
-        """Wait for images that are ready, or the end; a request that is to be decoded here before them."""
+        """Wait for decoded images or the end. Return a request that this thread must decode first, if there is one."""
         with self.lock:
             while self._here or not self.closed:
                 if (lone := self._lone) is not None:
@@ -232,35 +233,37 @@ class Queues:
             return None
 
     def next_batch(self, delay_s: float, patience_s: float) -> list[ReadyImage]:
-        """What is ready for the engine, as much as goes through it at once; empty: nothing is.
+        """Return the decoded images for the next batch. Empty: there are none.
 
         Args:
-            delay_s: the most that is waited for images that are on their way; not for requests that may come.
-            patience_s: the same where nobody would be answered sooner (see `in_step`).
+            delay_s: most seconds to wait for images that are being decoded. It does not wait for further requests.
+            patience_s: the same if nobody would be answered sooner (see `in_step`).
         """
         with self.lock:
             began = time.monotonic()
-            while self.ready and len(self.ready) < self._most and (self.decoding or self.works) and not self.closed:
+            while (
+                self.ready and len(self.ready) < self._max_batch and (self.decoding or self.works) and not self.closed
+            ):
                 left = began + (patience_s if self._in_step else delay_s) - time.monotonic()
                 if left <= 0 or not self._to_infer.wait(left):
                     break
-            batch = [self.ready.popleft() for _ in range(min(self._most, len(self.ready)))]
-            if self.works:  # who was woken for nothing would take a core from the batch
+            batch = [self.ready.popleft() for _ in range(min(self._max_batch, len(self.ready)))]
+            if self.works:  # threads woken in vain would take a core from the batch
                 self._to_decode.notify(len(batch))
             return batch
 
     def _is_lone(self, work: PendingRequest) -> bool:
-        """Whether a request is small and there is nothing else to do. Under the lock."""
+        """Whether a request is small and nothing else is queued. The caller holds the lock."""
         (image, *more) = work.request.images
         return (
             isinstance(image, bytes)
             and not more
             and len(image) <= _SMALL_BYTES
-            and not (self.ready or self.works or self.decoding or self._hands_over or self._in_step)
+            and not (self.ready or self.works or self.decoding or self._engine_decodes_nothing or self._in_step)
         )
 
-    def _forget(self, work: PendingRequest) -> None:
-        """Take a request off the backlog, if none of its images will be decoded any more. Under the lock."""
+    def _leave_backlog(self, work: PendingRequest) -> None:
+        """Remove a request from the backlog if none of its images remains to be decoded. The caller holds the lock."""
         if work.todo and work.future.cancelled():
             work.undecoded -= len(work.todo)
             work.todo.clear()

@@ -1,4 +1,4 @@
-"""Whether a model that has just been opened answers its known image as when it was measured; no server is needed."""
+"""Checks that a newly opened model gives its known answer. It needs no server."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _ANSWER_S = 120.0
 
 
 def check_known(service: Service, known: KnownAnswer, where: Path) -> str:
-    """Ask a model for the answer that is known, as a client would.
+    """Request the known answer from a model, as a client would.
 
     Args:
-        service: which answers nobody else yet.
-        known: of its artifact.
-        where: it was opened from, for messages.
+        service: the model's service, which nobody else uses yet.
+        known: the artifact's known answer.
+        where: the artifact's origin, for messages.
 
     Returns:
-        A line that says what was seen.
+        A line with the result.
 
     Raises:
-        CardError: it answers otherwise; ``where`` is named.
+        CardError: the answer is another one. The message names ``where``.
     """
     classes = len(service.predictor.card.classes)
     answered = service.submit(Request((known.image,), k=classes, listed=False)).result(timeout=_ANSWER_S)

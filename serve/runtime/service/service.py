@@ -1,7 +1,7 @@
-"""An opened artifact that many threads may ask: images are decoded beside the engine, and batches form while it runs.
+"""An opened artifact for many threads: images are decoded beside the engine, and batches form while it runs.
 
-A pool of threads decodes (the decoders release Python's lock), one thread owns the engine. It knows requests and
-outcomes, and no server.
+A pool of threads decodes (the decoders release Python's lock), and one thread owns the engine. The module depends on no
+server.
 """
 
 from __future__ import annotations
@@ -32,39 +32,36 @@ from .queues import SMALL, Queues
 
 _LOG = logging.getLogger(__name__)
 
-# Waiting for more images is worth it where a full batch costs at most this part of as many lone images.
+# Waiting for more images pays if a full batch costs at most this part of as many single images.
 _BATCHING_PAYS = 0.8
 
-# A batch that takes so many times what one took when it was warmed up, and so many seconds, is no slow one; an image
-# in a decode thread that takes so many seconds is none either.
+# A batch stalls if it takes this many times its warm-up time, and this many seconds. An image in a decode thread stalls
+# after the seconds alone.
 _STALLS_TIMES, _STALLS_S = 10, 5.0
 
 _CLOSED = Refusal(503, "the server is shutting down: try again later")
 
 
-class QueueFull(PipelineError):  # noqa: N818 - what it is, as `queue.Full`
-    """More requests wait than are taken, or none are taken any more: answer 503 at once."""
+class QueueFull(PipelineError):  # noqa: N818 - named like `queue.Full`
+    """The queue is full or closed. Answer 503 at once."""
 
 
 class Service:
-    """An opened artifact that many threads may ask. Every method is safe to call from several threads.
+    """An opened artifact that many threads may call. All methods are thread-safe.
 
-    A request's images are decoded by a pool, in turns with those of other requests, and go through the engine as soon
-    as it is idle, with whatever has been decoded by then. The budget of ``serving`` holds: for each image, for each
-    request, and for what lies here at once as it does for a batch.
+    A pool decodes the images, in turns between requests. The engine takes whatever is decoded as soon as it is idle.
+    The budget in ``serving`` limits each image, each request, and everything that is held at once, like a batch.
 
     Attributes:
-        here_s: the fewest seconds that the engine took for one image, where the thread that asks may run it; else
-            infinite.
+        here_s: fewest seconds that the engine took for one image. Infinite if the calling thread may not run it.
 
     Args:
-        predictor: the artifact. Nobody else may use its engine any more if that is bound to one thread.
-        serving: how it is served; ``max_batch_delay_ms`` is the most that an idle engine waits for images that are
-            being decoded, where a full batch is cheaper than lone images.
-        decode_threads: threads that decode, if not as many as ``serving`` says; where that says nothing, one for each
-            core that this process may use, at most 8.
-        queue_limit: requests that may be accepted and not answered yet, if not as many as ``serving`` says.
-        owner: the thread that owns the engine, where it was opened in one (see `open_service`); else one is made.
+        predictor: the artifact. Nobody else may use its engine if that is bound to one thread.
+        serving: the serving settings. An idle engine waits at most ``max_batch_delay_ms`` for images that are being
+            decoded, and only if a full batch is cheaper than single images.
+        decode_threads: threads that decode. None: as in ``serving``, or else one for each available core, at most 8.
+        queue_limit: most requests that are accepted and not answered yet. None: as in ``serving``.
+        owner: the thread that opened the engine (see `open_service`). None: a new one.
     """
 
     def __init__(
@@ -81,19 +78,19 @@ class Service:
         self.queue_limit = queue_limit or serving.queue_limit
         self.decode_threads = decode_threads or serving.decoding_threads
         self._budget = serving.allowance
-        self._most = predictor.max_batch
+        self._max_batch = predictor.max_batch
         self._queues = Queues(
             self._budget,
-            most=self._most,
+            most=self._max_batch,
             together=predictor.decoder.batch if predictor.decoder is not None else 1,
             decode_threads=self.decode_threads,
             hands_over=predictor.decoder is not None,
         )
         self._lock = self._queues.lock
-        self._emptied = threading.Condition(self._lock)
-        self._accepted: dict[int, PendingRequest] = {}  # and not answered, by their futures
+        self._all_answered = threading.Condition(self._lock)
+        self._accepted: dict[int, PendingRequest] = {}  # the accepted requests without an answer, by their futures
         self._refusing = False
-        # What each thread is at, by its identity: a number that is given once, and when it began, of `time.monotonic`.
+        # The job of each thread by its identity: a unique number, and its start in `time.monotonic`.
         self._jobs: dict[int, tuple[int, float]] = {}
         self._numbers = itertools.count()
         self._broken: BrokenError | None = None
@@ -108,7 +105,7 @@ class Service:
             thread.start()
         started.wait()
         try:
-            self._owner.run(lambda: self._own(threads)).result()
+            self._owner.run(lambda: self._prepare_engine(threads)).result()
         except BaseException:
             self.close()
             raise
@@ -116,25 +113,25 @@ class Service:
 
     @property
     def waiting(self) -> int:
-        """Requests that were accepted and are not answered yet."""
+        """Number of requests that were accepted and are not answered yet."""
         return len(self._accepted)
 
     @property
     def full(self) -> str | None:
-        """Why no further request is taken for now; None: one is. `submit` refuses it; so can who asks here first."""
+        """Why no further request is accepted now. None: it is. `submit` refuses it then; a caller may check first."""
         count = len(self._accepted)
         return f"{count} requests wait already: try again later" if count >= self.queue_limit else None
 
     @property
     def broken(self) -> str | None:
-        """Why no request will be answered any more: the process must end. None: they will be."""
+        """Why no request can be answered any more, so that the process must end. None: requests are answered."""
         return None if self._broken is None else str(self._broken)
 
     @property
     def stalls(self) -> bool:
-        """Whether others wait for a batch, or for an image in each decode thread, for much longer than any takes.
+        """Whether requests wait for a batch or for all decode threads, for much longer than either should take.
 
-        Ask elsewhere until it goes on.
+        Send requests elsewhere until it continues.
         """
         engine, decoding = self._at()
         if engine is not None:
@@ -143,10 +140,10 @@ class Service:
 
     @property
     def holding(self) -> int | None:
-        """The number of the job that all others wait for: for as long as it is the same, nothing goes on.
+        """Number of the job that all others wait for. As long as it is the same, nothing progresses.
 
-        It is what the engine is at; where that has nothing, and every decode thread something, the oldest of those.
-        None: there is none.
+        It is the engine's job. If the engine is idle and every decode thread is busy, it is their oldest job. None:
+        there is none.
         """
         engine, decoding = self._at()
         if engine is not None:
@@ -154,27 +151,27 @@ class Service:
         return min(number for number, _ in decoding) if decoding else None
 
     def _at(self) -> tuple[tuple[int, float] | None, list[tuple[int, float]]]:
-        """What the engine is at, and what the decode threads are at if none of them is idle."""
+        """Return the engine's job, and the jobs of the decode threads if none of them is idle."""
         jobs = dict(self._jobs)
         engine = jobs.pop(self._engine, None)
         return engine, [*jobs.values()] if len(jobs) == self.decode_threads else []
 
     def submit(self, request: Request, *, deadline: float | None = None, here: bool = False) -> Future[Answered]:
-        """Have a request answered.
+        """Submit a request.
 
         Args:
-            request: what `protocol.parse` gives.
-            deadline: `time.monotonic` seconds; what has not been computed by then gets a refusal of status 504.
-            here: whether the calling thread may do all of it before this returns, which saves two changes of threads.
-                It does where the image is small, nothing else is to do, and the engine may be run by any thread. See
+            request: a result of `protocol.parse`.
+            deadline: in seconds of `time.monotonic`. What is not computed by then gets a refusal with status 504.
+            here: whether the calling thread may compute the answer before this returns. That saves two switches of
+                threads. It does so if the image is small, nothing else waits, and any thread may run the engine. See
                 `compute_alone`.
 
         Returns:
-            The answer to come. Cancelled before its batch is run, nothing more of it is computed. Its exception is a
-            BrokenError where the device was lost.
+            A future with the answer. If it is cancelled before its batch runs, nothing more is computed. Its exception
+            is a BrokenError if the device was lost.
 
         Raises:
-            QueueFull: `queue_limit` requests wait already, or the service is being shut down.
+            QueueFull: `queue_limit` requests wait already, or the service shuts down.
             BrokenError: the device is lost to this process.
         """
         work = PendingRequest(request, deadline, self._budget)
@@ -197,10 +194,10 @@ class Service:
         return work.future
 
     def answer_batch(self, requests: Sequence[Request]) -> list[Answered]:
-        """Have several requests answered, and wait; what cannot be accepted is refused.
+        """Answer several requests together, and wait. Requests that are not accepted are refused.
 
-        They go through the engine as one batch where that holds them, and not as each is decoded: nobody is answered
-        before all are, and two batches cost more than one.
+        They form one batch if they fit, because nobody gets an answer before all are done and two batches cost more
+        than one.
 
         Raises:
             BrokenError: the device is lost to this process.
@@ -209,7 +206,7 @@ class Service:
         with self._queues.in_step() if len(requests) > 1 else nullcontext():
             for request in requests:
                 try:
-                    futures.append(self.submit(request, here=len(requests) == 1))  # who would do nothing but wait
+                    futures.append(self.submit(request, here=len(requests) == 1))  # the calling thread would only wait
                 except QueueFull as full:
                     futures.append(full)
             return [
@@ -218,17 +215,17 @@ class Service:
             ]
 
     def drain(self, timeout_s: float) -> bool:
-        """Take no more requests, and wait for those that were accepted.
+        """Stop accepting requests, and wait for the accepted ones.
 
         Returns:
             Whether all of them were answered in time.
         """
         with self._lock:
             self._refusing = True
-            return self._emptied.wait_for(lambda: not self._accepted, timeout_s)
+            return self._all_answered.wait_for(lambda: not self._accepted, timeout_s)
 
     def close(self) -> None:
-        """End all threads. What was accepted and is not answered is refused with 503; `drain` first."""
+        """End all threads. Requests without an answer are refused with 503, so call `drain` first."""
         with self._lock:
             self._end()
         for thread in self._decoders:
@@ -237,11 +234,11 @@ class Service:
         self._refuse([*self._accepted.values()], _CLOSED)
 
     def __enter__(self) -> Service:
-        """Itself; it is closed at the end of the block."""
+        """Return the service. It is closed at the end of the block."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Close it."""
+        """Close the service."""
         self.close()
 
     # Decoding.
@@ -253,13 +250,13 @@ class Service:
             self._take_up(works)
 
     def _take_up(self, works: Sequence[PendingRequest], most: int | None = None) -> None:
-        """Read the headers of some requests, if they are not, and decode an image of each.
+        """Read the headers of some requests if necessary, and decode an image of each.
 
         Args:
             works: the requests.
-            most: pixels of an image beyond which all is left to the decode threads.
+            most: most pixels of an image. If one is larger, the decode threads do the work. None: no limit.
         """
-        thread = threading.get_ident() if most is None else self._engine  # or who does its work
+        thread = threading.get_ident() if most is None else self._engine  # or the one that acts for it
         self._jobs[thread] = next(self._numbers), time.monotonic()
         try:
             for work in works:
@@ -280,7 +277,7 @@ class Service:
             self._queues.done()
 
     def _open(self, work: PendingRequest) -> None:
-        """Read the headers of all images of a request, and see what the budget has for them."""
+        """Read the headers of all images of a request, and check them against the budget."""
         started = time.perf_counter()
         if (found := read_headers(work, self._budget)) is None:
             return
@@ -301,17 +298,17 @@ class Service:
 
     # The engine.
 
-    def _own(self, threads: int) -> None:
-        """Begin in the thread that owns the engine: give it torch's threads, and see that it is warm there."""
+    def _prepare_engine(self, threads: int) -> None:
+        """Start in the engine's thread: set torch's threads, and warm up the missing batch sizes."""
         self._engine = threading.get_ident()
         torch.set_num_threads(threads)
-        missing = set(warm_sizes(self.predictor.execution.buckets, self._most)) - self.predictor.seconds.keys()
+        missing = set(warm_sizes(self.predictor.execution.buckets, self._max_batch)) - self.predictor.seconds.keys()
         self.predictor.warm_up(missing, repeats=2)
         seconds = self.predictor.seconds
         lone = seconds.get(1, seconds[min(seconds)])
         self.here_s = lone if self.predictor.any_thread else math.inf
-        self._stalls_s = max(_STALLS_S, _STALLS_TIMES * seconds[self._most])
-        self._pays = seconds[self._most] <= _BATCHING_PAYS * self._most * lone
+        self._stalls_s = max(_STALLS_S, _STALLS_TIMES * seconds[self._max_batch])
+        self._pays = seconds[self._max_batch] <= _BATCHING_PAYS * self._max_batch * lone
 
     def _infer_for_ever(self) -> None:
         while batch := self._next_batch():
@@ -319,7 +316,7 @@ class Service:
             del batch
 
     def _answer_here(self, work: PendingRequest) -> None:
-        """Do a lone request as the engine's thread would, which waits; what is too large is left to the others."""
+        """Compute a lone request in place of the waiting engine thread. A large image goes to the decode threads."""
         try:
             self._take_up([work], SMALL)
             if batch := self._queues.next_batch(0.0, 0.0):
@@ -341,12 +338,12 @@ class Service:
             del self._jobs[self._engine]
 
     def _next_batch(self) -> list[ReadyImage]:
-        """What is ready for the engine, as much as goes through it at once; empty: there will be nothing."""
+        """Wait for the next batch. Empty: the service has ended."""
         while (lone := self._queues.lone()) is not None:
             self._take_up([lone], SMALL)
         if not self._pays:
             return self._queues.next_batch(0.0, 0.0)
-        return self._queues.next_batch(self.serving.max_batch_delay_ms / 1e3, self.predictor.seconds[self._most])
+        return self._queues.next_batch(self.serving.max_batch_delay_ms / 1e3, self.predictor.seconds[self._max_batch])
 
     def _infer(self, batch: list[ReadyImage]) -> None:
         alive: list[ReadyImage] = []
@@ -360,7 +357,7 @@ class Service:
         found = self.predictor.classify([ready.image for ready in alive], [ready.work.request.k for ready in alive])
         done: list[PendingRequest] = []
         if len(alive) == 1 and found.infer < self.here_s < math.inf:
-            self.here_s = found.infer  # a model may be opened while the machine is busy
+            self.here_s = found.infer  # the machine may be busy while a model is opened
         with self._lock:
             for work in {id(ready.work): ready.work for ready in alive}.values():
                 work.infer += found.infer
@@ -374,7 +371,7 @@ class Service:
         self._finish(done)
 
     def _end(self) -> None:
-        """Have all threads end, and take nothing more. Under the lock."""
+        """End all threads, and accept nothing more. The caller holds the lock."""
         self._refusing = True
         self._queues.end()
 
@@ -389,7 +386,7 @@ class Service:
     # Answers.
 
     def _settle(self, work: PendingRequest, outcomes: dict[int, Refusal]) -> None:
-        """Note what became of some images of a request, and answer it if these were the last."""
+        """Record outcomes of some images of a request. Answer it if these were the last."""
         with self._lock:
             for index, outcome in outcomes.items():
                 work.outcomes[index] = outcome
@@ -403,7 +400,7 @@ class Service:
             work.answer()
 
     def _refuse(self, works: Sequence[PendingRequest], refusal: Refusal) -> None:
-        """Answer requests with a refusal in place of each outcome that is missing."""
+        """Answer requests with a refusal in place of each missing outcome."""
         for work in works:
             with self._lock:
                 work.outcomes = [refusal if outcome is None else outcome for outcome in work.outcomes]
@@ -412,10 +409,10 @@ class Service:
     def _answered(self, future: Future[Answered]) -> None:
         with self._lock:
             del self._accepted[id(future)]
-            if future.cancelled():  # its images are counted no more where they were received
+            if future.cancelled():  # its images leave the backlog
                 self._queues.drop_cancelled()
             if not self._accepted:
-                self._emptied.notify_all()
+                self._all_answered.notify_all()
 
 
 def open_service(
@@ -424,10 +421,10 @@ def open_service(
     """Open an unpacked archive as its ``serving.json`` says, in the thread that will run it; see `open_served`.
 
     Args:
-        folder: of the archive.
-        gpu: index of the GPU that the server assigned to this process; None: no GPU.
-        decode_threads: as of `Service`.
-        queue_limit: as of `Service`.
+        folder: folder of the archive.
+        gpu: index of the GPU assigned to this process. None: no GPU.
+        decode_threads: see `Service`.
+        queue_limit: see `Service`.
 
     Raises:
         CardError: a file does not match the card, or there is no ``serving.json``.
