@@ -52,7 +52,7 @@ class Queues:
         self.closed = False
         self._to_decode = threading.Condition(self.lock)
         self._to_infer = threading.Condition(self.lock)
-        self._max_batch, self._together, self._decode_threads = most, together, decode_threads
+        self._largest, self._together, self._decode_threads = most, together, decode_threads
         # Most images that are decoded ahead of the engine.
         self._room = max(2 * most, most + decode_threads * together)
         self._engine_decodes_nothing = hands_over
@@ -241,13 +241,11 @@ class Queues:
         """
         with self.lock:
             began = time.monotonic()
-            while (
-                self.ready and len(self.ready) < self._max_batch and (self.decoding or self.works) and not self.closed
-            ):
+            while self.ready and len(self.ready) < self._largest and (self.decoding or self.works) and not self.closed:
                 left = began + (patience_s if self._in_step else delay_s) - time.monotonic()
                 if left <= 0 or not self._to_infer.wait(left):
                     break
-            batch = [self.ready.popleft() for _ in range(min(self._max_batch, len(self.ready)))]
+            batch = [self.ready.popleft() for _ in range(min(self._largest, len(self.ready)))]
             if self.works:  # threads woken in vain would take a core from the batch
                 self._to_decode.notify(len(batch))
             return batch
