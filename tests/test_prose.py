@@ -117,7 +117,7 @@ def double(number, times=2):
 def test_a_module_is_measured_by_its_docstrings_and_comments() -> None:
     assert sorted(prose.python_sentences(MODULE)) == sorted(
         [
-            *("A module; its first line.", "A paragraph over two lines.", "You can call code::"),
+            *("A module; its first line.", "A paragraph over two lines.", "You can call CODE::"),
             *("One comment of two lines.", "a second comment", "A third."),
             *("Return the double.", "one argument; its name does not count.", "another.", "a reason."),
         ]
