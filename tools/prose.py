@@ -40,11 +40,12 @@ GUIDES = ("docs/get-started.md", "docs/guides/*.md")
 #: for the Python files directly in it.
 PACKAGES = ("serve", "optimize")
 HELD_FOLDERS = (
-    "serve/asgi/http",
-    "serve/asgi/process",
-    "serve/asgi/protocols",
-    "serve/runtime/service",
+    *(f"serve/asgi/{folder}" for folder in ("http", "process", "protocols")),
     "serve/runtime",
+    *(
+        f"serve/runtime/{folder}"
+        for folder in ("card", "decoders", "device", "engines", "images", "model_files", "service")
+    ),
 )
 
 _LIST_ITEM = re.compile(r"(?:[-*+]|\d+[.)])\s+")

@@ -1,5 +1,5 @@
-"""What else may decode an image than the runtime's own `image_preprocessing.decode`, one file a decoder.
+"""Alternatives to the runtime's own `image_preprocessing.decode`, one file for each decoder.
 
-In come headers that were checked and encoded bytes, out go ``uint8`` images, on a GPU or the host; what one of them
-does not take, the runtime decodes itself.
+Input: checked headers and encoded bytes. Output: ``uint8`` images, on a GPU or the host. If a decoder does not accept
+an image, the runtime decodes it itself.
 """

@@ -1,7 +1,7 @@
-"""What a decoder is, how one is opened, and the registry of them. ``cpu`` is the runtime's own: it needs no file here.
+"""The interface of decoders, and their registry. ``cpu`` is the runtime's own decoder, which needs no file here.
 
-No decoder sees an image before its header was read and found within the budget. Whatever it does not take, or fails
-on, goes to the runtime's own decoder, which is the reference: its error is the item's.
+A decoder gets an image only after its header was read and fits the budget. If it does not accept an image, or fails on
+it, the runtime's own decoder decodes it. That one is the reference, and its error is the item's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..images.image_preprocessing import fit
 from ..images.structure import whole_jpeg
 from ..registry import Registry
 
-#: 16x16 pixels of one colour, for probes.
+#: A JPEG of 16x16 pixels in one colour, for probes.
 TINY_JPEG = base64.b64decode(
     "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAA0JCgsKCA0LCgsODg0PEyAVExISEyccHhcgLikxMC4pLSwzOko+MzZGNywtQFdBRkxOUlNSMj5aYVpQ"
     "YEpRUk//2wBDAQ4ODhMREyYVFSZPNS01T09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT0//wAARCAAQABAD"
@@ -32,31 +32,31 @@ TINY_JPEG = base64.b64decode(
 )
 _TINY_COLOUR = (200, 100, 50)
 
-#: The runtime's own decoder, `image_preprocessing.decode`: what accuracy was measured with.
+#: The runtime's own decoder, `image_preprocessing.decode`. Accuracy was measured with it.
 CPU = "cpu"
 
 
 class Decoder(Protocol):
-    """An opened decoder. Safe to share between threads.
+    """An opened decoder. Threads may share it.
 
     Attributes:
-        name: as registered.
-        batch: images that it decodes together best; it takes fewer, too.
+        name: the registered name.
+        batch: best number of images to decode together. It accepts fewer too.
     """
 
     name: str
     batch: int
 
     def accepts(self, header: Header, preprocessing: Preprocessing) -> bool:
-        """Whether it decodes such an image at all, and better than the runtime's own."""
+        """Whether it can decode such an image, and better than the runtime's own decoder."""
         ...
 
     def load(
         self, items: Sequence[bytes], headers: Sequence[Header], preprocessing: Preprocessing
     ) -> list[torch.Tensor | None]:
-        """Encoded images that it accepts to ``uint8`` of ``preprocessing.shape``, each on the host or a device.
+        """Decode accepted images to ``uint8`` of ``preprocessing.shape``, each on the host or a device.
 
-        None stands for an image that it could not decode.
+        An image that could not be decoded is None.
 
         Raises:
             BrokenError: the device is lost to this process.
@@ -69,11 +69,11 @@ class DecoderType:
     """One registered decoder.
 
     Attributes:
-        name: the word for it in ``serving.json``.
-        open: opens it for the device that the engine runs on, and has it decode `TINY_JPEG` (see `check_tiny`): raises
-            whatever fails there.
-        device: where it decodes: ``cpu`` or ``cuda``. One for CUDA works beside an engine that runs there.
-        libraries: distributions that it runs with.
+        name: the name in ``serving.json``.
+        open: opens it for the engine's device, and lets it decode `TINY_JPEG` (see `check_tiny`). It raises whatever
+            fails.
+        device: where it decodes: ``cpu`` or ``cuda``. One for CUDA needs an engine that runs there.
+        libraries: distributions that it needs.
     """
 
     name: str
@@ -89,7 +89,7 @@ def register(entry: DecoderType) -> DecoderType:
     """Add a decoder to the registry.
 
     Raises:
-        ValueError: its name is taken.
+        ValueError: the name is taken.
     """
     if entry.name == CPU:
         raise ValueError(f"{CPU!r} is the runtime's own decoder")
@@ -97,15 +97,15 @@ def register(entry: DecoderType) -> DecoderType:
 
 
 def decoders() -> dict[str, DecoderType]:
-    """All decoders by name, without the runtime's own."""
+    """Return all decoders by name, without the runtime's own."""
     return _REGISTRY.all()
 
 
 def check_decoder(name: str) -> str:
-    """Return ``name`` if a decoder is called so.
+    """Return ``name`` if there is a decoder of that name.
 
     Raises:
-        UserError: none is; the message names the nearest and lists all.
+        UserError: there is none. The message names the closest and lists all.
     """
     known = [CPU, *decoders()]
     if name not in known:
@@ -114,15 +114,15 @@ def check_decoder(name: str) -> str:
 
 
 def open_decoder(name: str, device: torch.device) -> Decoder | None:
-    """Open a decoder; None for the runtime's own.
+    """Open a decoder. None for the runtime's own.
 
     Args:
-        name: of the decoder.
+        name: name of the decoder.
         device: where the engine runs.
 
     Raises:
-        UserError: there is none of that name.
-        EngineError: it does not work here, with the reason.
+        UserError: there is no decoder of that name.
+        EngineError: the decoder does not work here. The message has the reason.
     """
     if check_decoder(name) == CPU:
         return None
@@ -137,10 +137,10 @@ def open_decoder(name: str, device: torch.device) -> Decoder | None:
 
 
 def check_tiny(image: torch.Tensor | None) -> torch.Tensor:
-    """Return what a decoder made of `TINY_JPEG`, if it has its colour.
+    """Return a decoder's image of `TINY_JPEG`, if its colour is right.
 
     Raises:
-        EngineError: it has not.
+        EngineError: it is not.
     """
     if image is None:
         raise EngineError("it cannot decode a JPEG of 16x16 pixels")
@@ -151,15 +151,14 @@ def check_tiny(image: torch.Tensor | None) -> torch.Tensor:
 
 
 class DeviceDecoder:
-    """What decoders on a GPU have in common: one batch at a time, on a stream of its own beside the engine's.
+    """Base class of decoders on a GPU. It decodes one batch at a time, on a stream beside the engine's.
 
-    Only colour JPEGs go to the device, and of them only whole ones: nvJPEG makes black of what was cut off, and
-    something of what has no tables, and says nothing (TorchCodec 0.17). The images of a batch are resized and cropped
-    there, by the same function as on the host (`image_preprocessing.fit`), which computes in float32 there: pixels may
-    differ by a level.
+    Only complete colour JPEGs go to the device. nvJPEG returns black for a missing end and arbitrary pixels for missing
+    tables, without an error (TorchCodec 0.17). The same function as on the host resizes and crops the images there
+    (`image_preprocessing.fit`). It computes in float32 on the device, so pixels may differ by a level.
 
     Args:
-        name: as registered.
+        name: the registered name.
         device: a CUDA device.
         batch: images decoded together.
     """
@@ -186,12 +185,12 @@ class DeviceDecoder:
             return fitted
         with self._turn, torch.inference_mode(), torch.cuda.stream(self._stream):  # None: the current one
             try:
-                for index, image in zip(whole, self._together([items[index] for index in whole]), strict=True):
-                    if image is not None and _as_told(image, headers[index]):
+                for index, image in zip(whole, self._decode_batch([items[index] for index in whole]), strict=True):
+                    if image is not None and _matches_header(image, headers[index]):
                         fitted[index] = fit(image, preprocessing)
                 if self._stream is not None:
-                    self._stream.synchronize()  # the engine reads them on another stream
-            except Exception as error:  # noqa: BLE001 - a library raises what it likes; the CPU has the last word
+                    self._stream.synchronize()  # the engine reads the images on another stream
+            except Exception as error:  # noqa: BLE001 - a library may raise anything; the CPU decides then
                 if is_lost(error) or not device_answers(self._device):
                     raise BrokenError(
                         f"{self.name}: {self._device} is lost to this process: {one_line(error)}"
@@ -199,8 +198,8 @@ class DeviceDecoder:
                 return [None] * len(items)
         return fitted
 
-    def _together(self, items: Sequence[bytes]) -> list[torch.Tensor | None]:
-        """As `decode`; where a bad image fails the whole batch, one after the other."""
+    def _decode_batch(self, items: Sequence[bytes]) -> list[torch.Tensor | None]:
+        """Decode a batch, or one by one if a bad image fails the whole batch."""
         try:
             return self.decode(items)
         except Exception as error:
@@ -218,9 +217,9 @@ class DeviceDecoder:
 
     @abstractmethod
     def decode(self, items: Sequence[bytes]) -> list[torch.Tensor | None]:
-        """JPEGs to ``uint8`` of shape ``(3, H, W)`` on the device, upright, on its current stream."""
+        """Decode JPEGs to upright ``uint8`` of shape ``(3, H, W)`` on the device, on its current stream."""
 
 
-def _as_told(image: torch.Tensor, header: Header) -> bool:
-    """Whether an image has the shape that its header told, lying or standing: else they were read differently."""
+def _matches_header(image: torch.Tensor, header: Header) -> bool:
+    """Whether an image has its header's size, rotated or not. Otherwise the two were read differently."""
     return image.shape[0] == 3 and sorted(image.shape[1:]) == sorted((header.height, header.width))

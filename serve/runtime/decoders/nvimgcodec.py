@@ -1,4 +1,4 @@
-"""``nvimgcodec``: nvImageCodec on a GPU (nvJPEG, and the hardware decoder where there is one), whole batches."""
+"""``nvimgcodec``: nvImageCodec on a GPU, in batches (nvJPEG, and the hardware decoder if there is one)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import TINY_JPEG, Decoder, DecoderType, DeviceDecoder, check_tiny, re
 
 
 class NvImageCodecDecoder(DeviceDecoder):
-    """See `Decoder`. A bad item is None in what the library returns (nvidia-nvimgcodec-cu13 0.9)."""
+    """See `Decoder`. The library returns None for a bad item (nvidia-nvimgcodec-cu13 0.9)."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__("nvimgcodec", device)
@@ -24,7 +24,7 @@ class NvImageCodecDecoder(DeviceDecoder):
         """See `DeviceDecoder`."""
         stream = torch.cuda.current_stream(self._device).cuda_stream
         found = self._decoder.decode(list(items), params=self._params, cuda_stream=stream)
-        # (H, W, 3) in the library's memory, told by __cuda_array_interface__; the tensor keeps it alive.
+        # (H, W, 3) in the library's memory, by __cuda_array_interface__. The tensor keeps it alive.
         return [
             None if image is None else torch.as_tensor(image, device=self._device).permute(2, 0, 1) for image in found
         ]

@@ -1,8 +1,8 @@
-"""``reduced``: libjpeg's scaling for JPEGs of at least four times the size that is needed, on the CPU.
+"""``reduced``: libjpeg's scaling on the CPU, for JPEGs of at least four times the needed size.
 
-A 12-megapixel photograph is decoded at a half, a quarter or an eighth, from fewer DCT coefficients, and then resized
-from at least twice the size that is needed. The pixels are not those of a whole decoding, and on a small input that is
-enough to change answers. So it is for who asks for it.
+A 12-megapixel photograph is decoded at a half, a quarter or an eighth, from fewer DCT coefficients. It is then resized
+from at least twice the needed size. The pixels differ from those of a full decode, which on a small input is enough to
+change answers. So this decoder is never the default.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..images.lean_torchvision import InterpolationMode
 from ..images.lean_torchvision import functional as transforms
 from .base import TINY_JPEG, Decoder, DecoderType, check_tiny, register
 
-# How many times larger than needed what is decoded stays at least: Pillow's `reducing_gap` of 2.0. Nearer to 1 the
-# pixels differ more.
+# Decoded images are at least this many times larger than needed, as with Pillow's `reducing_gap` of 2.0. Closer to 1
+# the pixels differ more.
 _GAP = 2
 
 
@@ -35,7 +35,7 @@ class ReducedDecoder:
     def accepts(self, header: Header, preprocessing: Preprocessing) -> bool:
         """See `Decoder`."""
         shorter, longer = sorted((header.width, header.height))
-        # The middle of what is very long is cut from the whole image.
+        # The middle of a very long image is cut from the whole image.
         return (
             header.format == "JPEG"
             and header.mode in ("RGB", "L")
@@ -57,7 +57,7 @@ def _load(item: bytes, preprocessing: Preprocessing) -> torch.Tensor | None:
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(item), formats=("JPEG",)) as image:
                 whole = image.size
-                # Pillow takes the largest of 1, 2, 4 and 8 that leaves no side smaller than this.
+                # Pillow uses the largest of 1, 2, 4 and 8 that leaves no side smaller than this.
                 needed = _GAP * max(preprocessing.shortest)
                 image.draft(None, (needed, needed))
                 scaled = image.size
@@ -67,14 +67,13 @@ def _load(item: bytes, preprocessing: Preprocessing) -> torch.Tensor | None:
                 pixels = np.array(image if image.mode == mode else image.convert(mode))
         width, height = whole
         decoded = torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
-        # For the size of the whole image: that of the scaled one is rounded, and a pixel more or less would move the
-        # crop.
+        # Computed from the full size. The scaled size is rounded, and a pixel more or less would move the crop.
         size = list(preprocessing.scaled(height, width))
         how = InterpolationMode(preprocessing.interpolation)
         return fit(transforms.resize(decoded, size, interpolation=how, antialias=True), preprocessing)
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - the runtime's own decoder says what is wrong with it
+    except Exception:  # noqa: BLE001 - the runtime's own decoder reports the fault
         return None
 
 

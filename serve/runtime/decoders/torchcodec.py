@@ -1,4 +1,4 @@
-"""``torchcodec``: TorchCodec on a GPU (nvJPEG), which follows torchvision's decoders; whole batches."""
+"""``torchcodec``: TorchCodec on a GPU, in batches (nvJPEG). It follows torchvision's decoders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .base import TINY_JPEG, Decoder, DecoderType, DeviceDecoder, check_tiny, re
 
 
 class TorchCodecDecoder(DeviceDecoder):
-    """See `Decoder`. One bad image raises for the whole batch, which is then decoded one by one (torchcodec 0.17)."""
+    """See `Decoder`. A bad image raises for the whole batch, which is then decoded one by one (torchcodec 0.17)."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__("torchcodec", device)
@@ -23,7 +23,7 @@ class TorchCodecDecoder(DeviceDecoder):
         self._decode = library.decode_jpeg
 
     def decode(self, items: Sequence[bytes]) -> list[torch.Tensor | None]:
-        """See `DeviceDecoder`. EXIF orientation is applied by the library."""
+        """See `DeviceDecoder`. The library applies the EXIF orientation."""
         buffers = [torch.frombuffer(bytearray(item), dtype=torch.uint8) for item in items]
         return list(self._decode(buffers, device=self._device))
 

@@ -1,5 +1,5 @@
-"""What the runtime computes on: cores, integers of a CPU, a GPU's memory, turns, graphs and faults.
+"""The devices of the runtime: cores, a CPU's integers, a GPU's memory, turns, graphs and faults.
 
-In: tensors and exceptions. Does: brings batches to the device in sizes that it is prepared for.
-Out: logits on the host; what this machine can do.
+Input: tensors and exceptions. Work: copy batches to the device, in sizes that it is prepared for. Output: logits on the
+host, and the machine's abilities.
 """

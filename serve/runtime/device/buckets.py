@@ -1,6 +1,6 @@
-"""Batches of any size through an engine that is prepared for a few: split at the largest, padded up to the next.
+"""Batches of any size for an engine that is prepared for a few sizes: split at the largest, pad to the next.
 
-What is compiled or captured for fixed shapes reads one input buffer that never moves. Nothing here knows a device.
+Code for fixed shapes reads one input buffer that never moves. Nothing here depends on a device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: Where an execution names none.
+#: Buckets of an execution that names none.
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -25,12 +25,12 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """How many rows of the batch it holds; the bucket's others are padding."""
+        """Number of rows from the batch. The other rows of the bucket are padding."""
         return self.stop - self.start
 
 
 def pieces(count: int, buckets: Sequence[int]) -> Iterator[Piece]:
-    """What a batch of ``count`` rows runs as, in order: full largest buckets, then the next that holds the rest.
+    """Split a batch of ``count`` rows: full largest buckets, then the next bucket that holds the rest.
 
     Args:
         count: rows of the batch, at least 1.
@@ -44,10 +44,10 @@ def pieces(count: int, buckets: Sequence[int]) -> Iterator[Piece]:
 
 
 def warm_sizes(buckets: Sequence[int], most: int) -> list[int]:
-    """The batch sizes to run before the first request: of an engine with buckets one of each, else 1, 2, 4 … ``most``.
+    """Return the batch sizes to run before the first request: one of each bucket, or else 1, 2, 4 … ``most``.
 
     Args:
-        buckets: ascending batch sizes that an engine is prepared for; none: any.
+        buckets: ascending batch sizes that an engine is prepared for. Empty: any size.
         most: images of the largest batch.
     """
     sizes = buckets or [1 << power for power in range(most.bit_length())]
@@ -55,16 +55,16 @@ def warm_sizes(buckets: Sequence[int], most: int) -> list[int]:
 
 
 class StaticBatches:
-    """The input buffer of an engine with fixed batch sizes. Called by one thread at a time, on one stream.
+    """The input buffer of an engine with fixed batch sizes. One thread at a time may call it, on one stream.
 
-    All buckets share one buffer: a bucket's input is its first rows, which lie together in either memory format.
+    All buckets share one buffer. A bucket's input is its first rows, which are contiguous in either memory format.
 
     Args:
         buckets: ascending batch sizes.
         shape: ``(C, H, W)`` of one input.
-        dtype: of the input.
+        dtype: dtype of the input.
         device: where the engine runs.
-        memory_format: of the input, such as ``torch.channels_last``.
+        memory_format: memory format of the input, for example ``torch.channels_last``.
     """
 
     def __init__(
@@ -76,26 +76,27 @@ class StaticBatches:
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
         self.buckets = tuple(buckets)
-        # Not made in inference mode, whoever opens the engine: such a tensor can never be written outside of it.
+        # Never created in inference mode, even if the caller is in it: such a tensor can never be written outside of
+        # it.
         with torch.inference_mode(False):
             self._buffer = torch.zeros((self.buckets[-1], *shape), dtype=dtype, device=device)
             self._buffer = self._buffer.contiguous(memory_format=memory_format)
 
     def input(self, bucket: int) -> torch.Tensor:
-        """The input of a bucket, ``(bucket, C, H, W)``; it stays where it is."""
+        """Return the input of a bucket, ``(bucket, C, H, W)``. It never moves."""
         return self._buffer[:bucket]
 
     def run(self, batch: torch.Tensor, compute: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Logits ``(N, classes)`` of a batch ``(N, C, H, W)``, N >= 1.
+        """Return the logits ``(N, classes)`` of a batch ``(N, C, H, W)``, N >= 1.
 
         Args:
             batch: of the buffer's dtype and shape, on any device.
-            compute: from a bucket to its logits ``(bucket, classes)``, reading the bucket's input; the next call may
-                overwrite what it returned. Rows must not depend on each other, as those of a network in eval mode
-                do not: the padding is whatever lay in the buffer.
+            compute: reads a bucket's input and returns its logits ``(bucket, classes)``. The next call may overwrite
+                them. Rows must not depend on each other, because the padding is old content of the buffer. Rows of a
+                network in eval mode do not.
         """
         if batch.shape[1:] != self._buffer.shape[1:] or batch.dtype != self._buffer.dtype:
-            # copy_ would broadcast and convert without a word.
+            # copy_ would broadcast and convert silently.
             raise ValueError(
                 f"inputs must be {tuple(self._buffer.shape[1:])} of {self._buffer.dtype}, "
                 f"got {tuple(batch.shape[1:])} of {batch.dtype}"

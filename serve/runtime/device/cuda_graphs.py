@@ -1,8 +1,8 @@
-"""CUDA graphs of a network, one for each batch bucket: what was launched kernel by kernel is launched at once.
+"""CUDA graphs of a network, one for each batch bucket, to launch all its kernels at once.
 
-Follows torch's notes on CUDA graphs ("CUDA semantics"): warm-up on a side stream, capture on that same stream, static
-input and output, one memory pool. Graphs that share a pool may be replayed in any order as long as they never run at
-the same time and nobody needs an output after the next replay (pytorch 166975).
+It follows torch's notes on CUDA graphs ("CUDA semantics"): warm-up on a side stream, capture on the same stream, static
+input and output, one memory pool. Graphs that share a pool may be replayed in any order, if they never run at the same
+time and nobody needs an output after the next replay (pytorch 166975).
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from ..errors import EngineError, first_line
 from .buckets import StaticBatches
 from .device_turns import turn_at
 
-_WARM_UPS = 3  # the first chooses algorithms and allocates workspaces, which a capture may not
+_WARM_UPS = 3  # the first one selects algorithms and allocates workspaces, which a capture may not do
 
-#: How far a replay may lie from the same kernels launched one by one, of the largest logit: sums in another order.
+#: Largest difference between a replay and the same kernels launched one by one, relative to the largest logit. The
+#: order of sums may differ.
 _REPLAY_TOLERANCE = 0.02
 
 
 class CudaGraphs:
-    """A network's captured graphs. The thread that opens it captures and replays: not safe to share.
+    """A network's captured graphs. Only the thread that opens it may replay them.
 
     Args:
-        call: the network, ``(N, C, H, W)`` to logits ``(N, classes)``, on the device; it may not look at the data
-            on the host, nor change its own state.
-        batches: the static inputs; their buckets are captured.
+        call: the network, from ``(N, C, H, W)`` to logits ``(N, classes)``, on the device. It must not read data on the
+            host or change its own state.
+        batches: the static inputs. A graph is captured for each of their buckets.
         device: a CUDA device.
-        name: what is captured, for messages.
+        name: the network's name, for messages.
 
     Raises:
-        EngineError: the network does not run, cannot be captured, or does not replay what it computes.
+        EngineError: the network does not run, cannot be captured, or its replay gives other logits.
     """
 
     def __init__(
@@ -45,20 +46,21 @@ class CudaGraphs:
     ) -> None:
         self._batches = batches
         self._device = device
-        # A graph holds addresses and no tensors: what the network computes with lives as long as its graphs.
+        # A graph holds addresses, not tensors. This reference keeps the network's tensors alive.
         self._call = call
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        # A pool and a stream for all. The largest first: what it frees, the smaller ones fit in.
+        # One pool and one stream for all graphs. The largest is first, because smaller ones fit into the memory that it
+        # frees.
         with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
             pool = torch.cuda.graph_pool_handle()
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for bucket in sorted(batches.buckets, reverse=True):
-                with turn_at(device):  # for each anew: other models of this process answer in between
+                with turn_at(device):  # one turn for each graph, so that other models can answer in between
                     self._graphs[bucket] = _capture(call, batches.input(bucket), pool, stream, name)
             torch.cuda.synchronize(device)
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)`` of a batch ``(N, C, H, W)``, on the current stream."""
+        """Return the logits ``(N, classes)`` of a batch ``(N, C, H, W)``, on the current stream."""
         with torch.cuda.device(self._device):
             return self._batches.run(batch, self._replay)
 
@@ -75,8 +77,8 @@ def _capture(
     stream: torch.cuda.Stream,
     name: str,
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Warm up, capture and check one bucket; returns the graph and the logits that its replays write."""
-    inputs.copy_(torch.randn(inputs.shape))  # not zeros, which hide what was not computed
+    """Warm up, capture and check one bucket. Return the graph and the logits that its replays write."""
+    inputs.copy_(torch.randn(inputs.shape))  # zeros would hide missing results
     current = torch.cuda.current_stream(inputs.device)
     stream.wait_stream(current)
     try:
@@ -90,13 +92,13 @@ def _capture(
     graph = torch.cuda.CUDAGraph()
     drawn = torch.cuda.get_rng_state()
     try:
-        # thread_local: another thread that allocates meanwhile (one that pins a data loader's batches) does no harm.
+        # thread_local: another thread may allocate meanwhile, for example one that pins a data loader's batches.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             logits = call(inputs)
         graph.replay()
         torch.cuda.synchronize(inputs.device)
     except RuntimeError as error:
-        _draw_anew(drawn)
+        _reset_generator(drawn)
         raise EngineError(
             f"{name}: cannot be captured as a CUDA graph at batch {len(inputs)}: {_said(error)}"
         ) from error
@@ -108,14 +110,14 @@ def _capture(
     return graph, logits
 
 
-def _draw_anew(drawn: torch.Tensor) -> None:
-    """Give the current device's generator a new state, after a capture that failed.
+def _reset_generator(drawn: torch.Tensor) -> None:
+    """Give the current device's generator a new state after a failed capture.
 
-    Its own goes on believing in the capture, and whoever draws a number next gets an error: "Offset increment outside
-    graph capture" (seen with torch 2.11).
+    The old state still belongs to the capture. The next random number would raise "Offset increment outside graph
+    capture" (torch 2.11).
 
     Args:
-        drawn: the state of its generator before that.
+        drawn: the generator's state before the capture.
     """
     index = torch.cuda.current_device()
     generator = torch.Generator(torch.device("cuda", index))
@@ -124,7 +126,7 @@ def _draw_anew(drawn: torch.Tensor) -> None:
 
 
 def agree(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = _REPLAY_TOLERANCE) -> bool:
-    """Whether logits differ by no more than ``tolerance`` of the largest wanted one, and are finite where those are."""
+    """Whether logits differ by at most ``tolerance`` of the largest wanted one, with the same finite ones."""
     if found.shape != wanted.shape:
         return False
     found, wanted = found.float(), wanted.float()

@@ -1,4 +1,4 @@
-"""What an exception of an engine or decoder means: no memory now, a device that is lost to this process, or neither."""
+"""Classifies exceptions of engines and decoders: too little memory, a lost device, or neither."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from ..errors import BrokenError
 
-# Out of memory, in the words of torch 2.14 (CUDA, CPU), ONNX Runtime 1.31 (its arena, CUDA), TensorRT, OpenVINO,
+# Messages for too little memory, from torch 2.14 (CUDA, CPU), ONNX Runtime 1.31 (its arena, CUDA), TensorRT, OpenVINO,
 # libjpeg and Pillow 13.
 _NO_MEMORY = re.compile(
     r"out of memory|can't allocate memory|not enough memory|failed to allocate memory|bad_alloc|bad allocation"
@@ -16,8 +16,8 @@ _NO_MEMORY = re.compile(
     re.IGNORECASE,
 )
 
-# Errors of CUDA after which every call of the process fails ("… the process must be terminated and relaunched",
-# CUDA Runtime API 13, cudaError_t), by their words, names and numbers.
+# CUDA errors after which every call of the process fails, by message, name and number. NVIDIA's documentation says "…
+# the process must be terminated and relaunched" (CUDA Runtime API 13, cudaError_t).
 _LOST = re.compile(
     r"illegal memory access|illegal address|device-side assert|device side assert|unspecified launch failure"
     r"|launch failed|misaligned address|illegal instruction|invalid program counter|invalid address space"
@@ -36,14 +36,14 @@ _OF_CUDA = re.compile(r"cuda|cudnn|cublas|nvinfer|tensorrt|\bgpu\b|device-side|N
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether it says that memory is short: with less to do at once, or later, the same call may work."""
+    """Whether the error means too little memory. The same call may work later, or with less to do at once."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return _NO_MEMORY.search(str(error)) is not None and not is_lost(error)
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether it says that the process has lost its device: no further call works, and none can mend it."""
+    """Whether the error means that the process has lost its device. No further call can work."""
     if isinstance(error, BrokenError):
         return True
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -53,7 +53,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def device_answers(device: torch.device) -> bool:
-    """Whether a device still does what it is asked; asked after a failure whose words say nothing."""
+    """Whether a device still works. Call it after a failure whose message does not say so."""
     if device.type != "cuda":
         return True
     try:

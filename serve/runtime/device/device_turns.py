@@ -1,8 +1,8 @@
-"""Whose turn it is at a device: a GPU has one thread at a time, of all models that a process has there.
+"""Turns at a device: on a GPU, one thread of the process runs at a time.
 
-Each model has a thread of its own (`engine_thread`), and a second model, or a new version of one that is opened beside
-the old, is a second thread on the same GPU. They run a batch, or warm up and capture a CUDA graph, in turns. What takes
-long when a model is opened and launches little, such as compiling, takes no turn: the others answer meanwhile.
+Each model has a thread of its own (`engine_thread`). A second model, or a new version beside the old, is a second
+thread on the same GPU. They take turns to run a batch, or to warm up and capture a CUDA graph. Long work that launches
+little, for example compiling, needs no turn, so that other models can answer meanwhile.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _making = threading.Lock()
 
 
 def turn_at(device: torch.device) -> AbstractContextManager[object]:
-    """What a thread enters before it runs or captures anything on a device, and leaves when the answers are there.
+    """Return the lock that a thread holds while it runs or captures anything on a device.
 
-    It may be entered again by the thread that is in it.
+    The thread may enter it again.
 
     Args:
-        device: on CUDA, all who ask for a device get the same; on the CPU each who asks gets one of its own, because
-            models there have threads of their own.
+        device: on CUDA, all callers for a device get the same lock. On the CPU each gets its own, because models there
+            have their own threads.
     """
     if device.type != "cuda":
         return threading.RLock()

@@ -1,8 +1,8 @@
-"""How images get to the device that a network runs on, and logits back: by pinned memory where that is a GPU.
+"""Copies images to the network's device and logits back, through pinned memory for a GPU.
 
-From pageable memory CUDA copies by way of a buffer of its own and makes the caller wait, whatever ``non_blocking`` says
-("CUDA C++ Best Practices Guide", pinned memory). From pinned memory it copies by itself, and the host gathers the next
-images meanwhile.
+From pageable memory CUDA copies through its own buffer, and the caller waits, whatever ``non_blocking`` says ("CUDA C++
+Best Practices Guide", pinned memory). From pinned memory it copies alone, and the host can gather the next images
+meanwhile.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ from typing import Any, Protocol
 
 import torch
 
-# Images of a slot: 2.4 MB at 224x224 pixels, some 50 µs on PCIe 5, beside which a launch costs little.
+# Images of a slot: 2.4 MB at 224x224 pixels, some 50 µs on PCIe 5. A launch costs little in comparison.
 _SLOT_IMAGES = 16
 _SLOTS = 2
 
-#: Makes a tensor on the host of a shape and dtype.
+#: Creates a host tensor of a shape and dtype.
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 class Event(Protocol):
-    """A mark in the order of what a device was given to do."""
+    """A mark in a device's order of work."""
 
     def record(self) -> None:
-        """Set the mark after what it was given so far, in place of an earlier one."""
+        """Set the mark after all work so far, and drop an earlier mark."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it has come to the mark; at once where none was set."""
+        """Wait until the device reaches the mark. Return at once if none was set."""
         ...
 
 
 class Transfer(Protocol):
-    """To the device and back. Called by one thread at a time, on the stream that the engine runs on."""
+    """Copies to the device and back. One thread at a time may call it, on the engine's stream."""
 
     def send(self, images: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-        """Images ``(C, H, W)``, at least one, each on the host or the device, as ``(N, C, H, W)`` on the device.
+        """Return images ``(C, H, W)``, from the host or the device, as ``(N, C, H, W)`` on the device, N >= 1.
 
-        They may be changed as soon as it returns; the device may not have them yet.
+        The caller may then change them, although the device may not have them yet.
         """
         ...
 
     def receive(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)`` on the device as ``float32`` on the host, once they are there."""
+        """Return device logits ``(N, classes)`` as ``float32`` on the host. It waits for them."""
         ...
 
 
 class Plain:
-    """A `Transfer` that leaves it to torch: on the CPU there is nothing to copy.
+    """A `Transfer` that uses torch's own copies. On the CPU there is nothing to copy.
 
     Args:
         device: where the engine runs.
@@ -70,16 +70,16 @@ class Plain:
 
 
 class Ring:
-    """A `Transfer` by a few slots of host memory, which take turns: one is filled while others are copied from.
+    """A `Transfer` by a few slots of host memory in turns. One is filled while others are copied.
 
-    No slot is written before the device has read what it held.
+    No slot is written before the device has read its old content.
 
     Args:
         device: where the engine runs.
         shape: ``(C, H, W)`` of an image, ``uint8``.
-        allocate: makes the slots, and what logits are received in.
-        event: makes a mark in the order of the engine's stream.
-        slots: how many there are.
+        allocate: creates the slots, and the memory for logits.
+        event: creates a mark in the engine's stream.
+        slots: number of slots.
         rows: images of a slot.
     """
 
@@ -95,14 +95,15 @@ class Ring:
     ) -> None:
         self._device, self._shape, self._rows = device, tuple(shape), rows
         self._allocate = allocate
-        # Not made in inference mode, whoever opens the artifact: such a tensor can never be written outside of it.
+        # Never created in inference mode, even if the caller is in it: such a tensor can never be written outside of
+        # it.
         with torch.inference_mode(False):
             self._slots = [(allocate((rows, *shape), torch.uint8), event()) for _ in range(slots)]
         self._next = 0
         self._received = event()
 
     def send(self, images: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `Transfer`. What a decoder left on the device stays there."""
+        """See `Transfer`. Images that are on the device already stay there."""
         if isinstance(images, torch.Tensor) and not _on_host(images):
             return images
         on_host = [_on_host(image) for image in images]
@@ -122,7 +123,7 @@ class Ring:
         return batch
 
     def receive(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Transfer`. The memory is the caller's: no slot."""
+        """See `Transfer`. The caller owns the memory: it is not a slot."""
         host = self._allocate(logits.shape, torch.float32)
         host.copy_(logits.float(), non_blocking=True)
         self._received.record()
@@ -130,12 +131,12 @@ class Ring:
         return host
 
     def _copy(self, images: torch.Tensor | Sequence[torch.Tensor], rows: torch.Tensor) -> None:
-        """Images of the host into the rows of a batch, by the slot whose turn it is."""
+        """Copy images from the host into rows of a batch, through the next slot."""
         slot, read = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         read.synchronize()
         filled = slot[: len(images)]
-        # copy_ would broadcast and convert without a word.
+        # copy_ would broadcast and convert silently.
         if any(image.shape != self._shape or image.dtype != torch.uint8 for image in images):
             raise ValueError(f"images must be {self._shape} of torch.uint8")
         if isinstance(images, torch.Tensor):
@@ -153,7 +154,7 @@ def _on_host(image: torch.Tensor) -> bool:
 
 
 class _CudaEvent:
-    """See `Event`; on the stream that is the current one of a device, whichever device is."""
+    """See `Event`. It uses the current stream of its own device, whichever device is the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -167,14 +168,14 @@ class _CudaEvent:
 
 
 def open_transfer(device: torch.device, shape: Sequence[int]) -> Transfer:
-    """What copies to and from a device: pinned memory for CUDA.
+    """Return the transfer for a device: pinned memory for CUDA.
 
     Args:
         device: where the engine runs.
         shape: ``(C, H, W)`` of an image.
 
     Raises:
-        RuntimeError: the machine gives no pinned memory.
+        RuntimeError: the machine has no pinned memory left.
     """
     if device.type != "cuda":
         return Plain(device)
@@ -182,5 +183,6 @@ def open_transfer(device: torch.device, shape: Sequence[int]) -> Transfer:
 
 
 def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    # torch keeps what was pinned for the next of its size: pinning costs as much as a batch (CachingHostAllocator).
+    # torch caches pinned memory for the next tensor of its size (CachingHostAllocator), because pinning costs as much
+    # as a batch.
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)

@@ -1,4 +1,5 @@
-"""What runs a model file, one file for each engine; `base` holds what they have in common.
+"""The engines that run model files, one file for each. `base` has their common parts.
 
-In: a verified artifact folder and where to run it. Does: opens it, truthfully. Out: batches to logits.
+Input: a verified artifact folder, and an execution. Work: open it, without a silent fallback. Output: from batches to
+logits.
 """

@@ -1,8 +1,8 @@
-"""What an engine is: which artifacts it accepts, how it opens and runs them; and the registry of them.
+"""The interface of engines: which artifacts they accept, how they open and run them. Also their registry.
 
-An engine is one file of this package; the registry finds it because it is there, the archive packs it, the keys cover
-its source and the machine's versions list its libraries because it declares them. It tells the truth about what really
-executes: what was asked for and is not active is an error, never a silent fallback.
+An engine is one file of this package. The registry finds it there, and the archive packs it. The keys cover its source,
+and the machine's versions list the libraries that it declares. An engine reports what really runs. If the wanted
+provider is not active, it raises an error and never falls back silently.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from ..registry import Registry
 
 
 class Engine(Protocol):
-    """An opened model file. Called from one thread, which owns the device, or from several in turn: see `EngineType`.
+    """An opened model file. `EngineType` says whether only the thread that opened it may call it.
 
-    ``run`` maps the network's input, ``(N, C, H, W)`` of the card's input dtype on ``device``, to
-    logits ``(N, classes)``. ``provider`` names what really executes it.
+    ``run`` maps the network's input, ``(N, C, H, W)`` of the card's input dtype on ``device``, to logits ``(N,
+    classes)``. ``provider`` names what really runs it.
     """
 
     device: torch.device
     provider: str
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)`` of a batch."""
+        """Return the logits ``(N, classes)`` of a batch."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineOption:
-    """One of an engine's own options: its default, whose type is the option's, and what it means."""
+    """One of an engine's own options: its default, which also gives its type, and its meaning."""
 
     default: Option
     description: str
@@ -55,24 +55,23 @@ class EngineType:
     """One registered engine.
 
     Attributes:
-        name: the word for it in recipes, archives and reports.
-        formats: formats of model files that it opens; other engines may open the same.
-        open: opens the card's model file in a folder, whose files were verified, as an execution says.
-        probe: opens a session of its own on a device (``cpu``, ``cuda``) and runs it, raising whatever fails there:
-            that a library lists a provider proves nothing.
-        devices: where it runs, the usual one first.
-        rank: of the engines that open an artifact, the order in which they are preferred where none was measured;
-            lower first.
-        accepts: why it cannot run an artifact of one of its formats; None if it can.
-        targets: the integers that it computes as they are meant, where the processor does, too; see `cpu_integers`.
-        computes_with_torch: whether it runs on torch's threads; else torch gets one in the engine's process.
-        any_thread: whether one thread may run it on the CPU and then another: it is bound to none, and has no threads
-            of its own for each. Never two at once.
-        options: what can be set of it, by name.
-        libraries: distributions that it runs with, beside torch.
-        on_request: of its devices, those where it runs an artifact only if it is named, because opening it takes long.
-        companions: endings of the files that may lie beside a model file of these formats and belong to it.
-        keeps_buckets: whether it keeps to an execution's buckets by itself; else it is given padded batches.
+        name: the name in recipes, archives and reports.
+        formats: formats of model files that it opens. Other engines may open the same.
+        open: opens a card's verified model file in a folder, for an execution.
+        probe: opens a session on a device (``cpu``, ``cuda``) and runs it. It raises whatever fails, because a listed
+            provider proves nothing.
+        devices: where it runs, the usual device first.
+        rank: order of preference without measurements, lowest first.
+        accepts: returns why it cannot run an artifact of one of its formats. None: it can.
+        targets: the integers that it computes exactly, if the processor does too; see `cpu_integers`.
+        computes_with_torch: whether it uses torch's threads. If not, torch gets one thread in the engine's process.
+        any_thread: whether different threads may run it on the CPU, one at a time. It then has no thread-bound state
+            and no threads for each caller.
+        options: its own options by name.
+        libraries: distributions that it needs, besides torch.
+        on_request: devices on which it runs only if it is named, because opening takes long.
+        companions: endings of files that may belong to a model file of these formats.
+        keeps_buckets: whether it handles an execution's buckets itself. If not, it gets padded batches.
     """
 
     name: str
@@ -93,15 +92,15 @@ class EngineType:
 
     @property
     def module(self) -> str:
-        """The module that the engine is written in: what an archive packs and a key covers."""
+        """The engine's module. An archive packs it and a key covers it."""
         return self.open.__module__
 
     def refuses(self, card: Card, device: str) -> str | None:
-        """Why this engine cannot run the card's artifact on a device (``cpu``, ``cuda``) here; None if it can."""
+        """Return why this engine cannot run an artifact on a device (``cpu``, ``cuda``) here. None: it can."""
         return self.never_runs(card, device) or saturates(card.target)
 
     def never_runs(self, card: Card, device: str) -> str | None:
-        """Why this engine runs the card's artifact on a device of no machine; None if it does on some."""
+        """Return why this engine can run an artifact on a device of no machine. None: it can on some."""
         if card.format not in self.formats:
             return f"{self.name} opens {' and '.join(self.formats)} files, not {card.format}"
         if card.device not in ("any", device):
@@ -113,10 +112,10 @@ class EngineType:
         return self.accepts(card)
 
     def settings(self, options: Mapping[str, Option]) -> dict[str, Any]:
-        """All of its options: those given, the others by default.
+        """Return all options: the given ones, and defaults for the others.
 
         Raises:
-            UserError: one is unknown or of another type.
+            UserError: an option is unknown or of another type.
         """
         for name, value in options.items():
             if name not in self.options:
@@ -135,7 +134,7 @@ def register(entry: EngineType) -> EngineType:
     """Add an engine to the registry.
 
     Raises:
-        ValueError: its name is taken, or it opens nothing or runs nowhere.
+        ValueError: the name is taken, or the engine has no formats or no devices.
     """
     if not entry.formats:
         raise ValueError(f"the engine {entry.name!r} must say which formats it opens")
@@ -145,21 +144,21 @@ def register(entry: EngineType) -> EngineType:
 
 
 def engines() -> dict[str, EngineType]:
-    """All engines by name."""
+    """Return all engines by name."""
     return _REGISTRY.all()
 
 
 def find_engine(name: str) -> EngineType:
-    """The engine called ``name``.
+    """Return the engine called ``name``.
 
     Raises:
-        UserError: there is none; the message names the nearest and lists all.
+        UserError: there is none. The message names the closest and lists all.
     """
     return _REGISTRY.find(name)
 
 
 def engines_for(card: Card) -> list[EngineType]:
-    """The engines that run the card's artifact somewhere, on this machine or another, the preferred one first.
+    """Return the engines that run an artifact on this or another machine, the preferred one first.
 
     Raises:
         EngineError: there is none for its format.
@@ -175,10 +174,10 @@ def engines_for(card: Card) -> list[EngineType]:
 
 
 def executions_for(card: Card, device: str = "cpu") -> list[Execution]:
-    """Every way to run the card's artifact on a device here, with all settings as usual, the preferred one first.
+    """Return every execution of an artifact on a device here with default settings, the preferred one first.
 
     Args:
-        card: the artifact's.
+        card: the artifact's card.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
 
     Raises:
@@ -193,7 +192,7 @@ def executions_for(card: Card, device: str = "cpu") -> list[Execution]:
 
 
 def chain_for(card: Card) -> tuple[Execution, ...]:
-    """Every way to run the card's artifact, whatever machine it comes to, with usual settings; CUDA's ways first.
+    """Return every execution of an artifact on any machine with default settings, those for CUDA first.
 
     Raises:
         EngineError: no engine opens its format.
@@ -207,14 +206,14 @@ def chain_for(card: Card) -> tuple[Execution, ...]:
 
 
 def preferred(card: Card, device: str) -> Execution:
-    """The first way to run the card's artifact on a device that works on this machine.
+    """Return the first execution of an artifact on a device that works on this machine.
 
     Args:
-        card: the artifact's.
+        card: the artifact's card.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
 
     Raises:
-        EngineError: there is none; each that does not work is named, with the reason.
+        EngineError: there is none. The message names each engine that does not work, with the reason.
     """
     reasons = []
     for execution in executions_for(card, device):
@@ -230,7 +229,7 @@ def preferred(card: Card, device: str) -> Execution:
 
 
 def execution_id(execution: Execution) -> str:
-    """An execution in one word: its engine, and in brackets whatever is not as usual for that engine.
+    """Return a name for an execution: its engine, and in brackets all settings that differ from the engine's defaults.
 
     ``openvino``, ``exported[cuda]``, ``onnxruntime[threads=1]``.
     """
@@ -243,15 +242,15 @@ def execution_id(execution: Execution) -> str:
 
 
 def pair_id(artifact: str, execution: Execution) -> str:
-    """The name of an artifact with what runs it, for recipes, reports and archives: ``onnx-int8@openvino``."""
+    """Return the name of an artifact with its execution, for recipes, reports and archives: ``onnx-int8@openvino``."""
     return f"{artifact}@{execution_id(execution)}"
 
 
 @functools.cache
 def unavailable(engine: str, device: str) -> str | None:
-    """Why an engine does not work on a device (``cpu``, ``cuda``) of this machine; None if its probe ran there.
+    """Return why an engine does not work on a device (``cpu``, ``cuda``) here. None: its probe ran.
 
-    Probed once for each process.
+    It is probed once for each process.
     """
     entry = find_engine(engine)
     if device not in entry.devices:
@@ -260,7 +259,7 @@ def unavailable(engine: str, device: str) -> str | None:
         return "this machine has no usable CUDA device"
     try:
         entry.probe(torch.device(device))
-    except Exception as error:  # noqa: BLE001 - a library that is half installed fails in any way
+    except Exception as error:  # noqa: BLE001 - an incomplete library may fail in any way
         said = str(error) if isinstance(error, EngineError) else one_line(error)
         return f"{entry.name} does not run here: {said}"
     return None
@@ -272,11 +271,11 @@ def open_engine(folder: Path, card: Card, execution: Execution) -> Engine:
     Args:
         folder: the artifact's folder.
         card: its card, already verified.
-        execution: what runs it.
+        execution: how to run it.
 
     Raises:
         UserError: there is no such engine, or it has no such option.
-        EngineError: the engine cannot run this artifact on that device, or what it needs is not active.
+        EngineError: the engine cannot run this artifact on that device, or a provider is not active.
     """
     entry = find_engine(execution.engine)
     entry.settings(execution.options)
@@ -289,7 +288,7 @@ def open_engine(folder: Path, card: Card, execution: Execution) -> Engine:
 
 
 class _Bucketed:
-    """An engine that takes any batch, given none but those of a few sizes."""
+    """An engine for any batch, which gets only batches of a few sizes."""
 
     def __init__(self, engine: Engine, card: Card, buckets: tuple[int, ...]) -> None:
         self.device, self.provider = engine.device, engine.provider
@@ -298,5 +297,5 @@ class _Bucketed:
         self._batches, self._compute = batches, lambda bucket: engine.run(batches.input(bucket))
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)`` of a batch."""
+        """Return the logits ``(N, classes)`` of a batch."""
         return self._batches.run(batch, self._compute)

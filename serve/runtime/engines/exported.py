@@ -15,18 +15,18 @@ from .base import Engine, EngineType, register
 
 
 class ExportedProgramEngine:
-    """See `Engine`; ``module`` is the graph that it runs, for what looks into it."""
+    """See `Engine`. ``module`` is the graph that it runs, for inspection."""
 
     def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
         self.device = torch.device(execution.device)
         self.provider = f"aten/{self.device.type}"
         if card.target is not None:
-            # Registers the operators quantized_decomposed (torch 2.11 to 2.14).
+            # This registers the operators quantized_decomposed (torch 2.11 to 2.14).
             importlib.import_module("torch.ao.quantization.fx._decomposed")
         self.module = program_on(folder / card.file, self.device).module()
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)`` of a batch."""
+        """Return the logits ``(N, classes)`` of a batch."""
         logits: torch.Tensor = self.module(batch)
         return logits
 
@@ -46,7 +46,7 @@ EXPORTED = register(
         open=_open,
         probe=_probe,
         devices=("cpu", "cuda"),
-        # Run operator by operator, explicit quantizers give any integers what they mean.
+        # Operator by operator, explicit quantizers compute any integers exactly.
         targets=(ANY_X86, VNNI_X86, TENSORRT),
     )
 )

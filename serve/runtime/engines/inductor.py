@@ -1,7 +1,7 @@
 """``inductor``: a ``torch.export`` program compiled by AOTInductor for this machine, when it is first opened here.
 
-What it compiles is native code, which whoever opens it trusts: it is made from the verified artifact on the machine
-that runs it, kept in the user's cache (see `compile_cache`) and never packed.
+The result is native code, which this process trusts. It is compiled from the verified artifact on the machine that runs
+it, kept in the user's cache (see `compile_cache`), and never packed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .base import Engine, EngineOption, EngineType, register
 _FILE = "model.pt2"
 _CHECKED_BATCHES = (1, 2, 3)
 
-#: By the largest logit: what may lie between the compiled network and the program that it was made of.
+#: Largest difference between the compiled network and its program, relative to the largest logit.
 _TOLERANCE = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.1}
-#: The same where integers are between: a step of 8 bits is 0.004 of the largest, and ties are several of them.
-_ROUNDED = 0.1
+#: The same for programs with integers. A step of 8 bits is 0.004 of the largest value, and ties move several steps.
+_INTEGER_TOLERANCE = 0.1
 
 
 class InductorEngine:
     """See `Engine`.
 
-    Without buckets one package serves every batch: torch.export's batch is dynamic, AOTInductor compiles it so, and
-    compiling is what takes minutes. With buckets there is a package for each, compiled for exactly its shape, which is
-    what torch's documentation advises where there are few shapes.
+    Without buckets one package serves every batch. The program's batch is dynamic, AOTInductor keeps it so, and
+    compiling takes minutes. With buckets there is a package for each, compiled for exactly its shape, as torch's
+    documentation advises for few shapes.
     """
 
     def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
@@ -65,14 +65,14 @@ class InductorEngine:
                 self.provider += "/cudagraph"
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)`` of a batch."""
+        """Return the logits ``(N, classes)`` of a batch."""
         if self._graphs is not None:
             return self._graphs.run(batch)
         with on_device(self.device):
             if self._batches is not None:
                 batches = self._batches
                 return batches.run(batch, lambda bucket: self._compute(bucket, batches.input(bucket)))
-            # The compiled code takes what it gets for contiguous and of its dtype, without looking (torch 2.14).
+            # The compiled code assumes a contiguous input of its dtype and does not check it (torch 2.14).
             if batch.shape[1:] != self._shape or batch.dtype != self._dtype:
                 raise ValueError(f"inputs must be {self._shape} of {self._dtype}, got {batch.shape[1:]}, {batch.dtype}")
             return self._compute(0, batch.contiguous())
@@ -83,12 +83,12 @@ class InductorEngine:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a CUDA device the current one for a block; on the CPU there is nothing to do."""
+    """Make a CUDA device the current one for a block. On the CPU it does nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _package(path: Path, card: Card, device: torch.device, settings: Mapping[str, Any], bucket: int) -> Any:
-    """The compiled network, from the cache or compiled now; ``bucket`` 0 is one for every batch size."""
+    """Return the compiled network, from the cache or compiled now. ``bucket`` 0 is for every batch size."""
     folder = cache_folder(
         "inductor",
         {
@@ -102,7 +102,8 @@ def _package(path: Path, card: Card, device: torch.device, settings: Mapping[str
 
     def make(package: Path) -> None:
         if card.target is not None:
-            # Registers the operators quantized_decomposed (torch 2.11 to 2.14), without which the program is not read.
+            # This registers the operators quantized_decomposed (torch 2.11 to 2.14). The program cannot be read without
+            # them.
             importlib.import_module("torch.ao.quantization.fx._decomposed")
         program = program_on(path, device)
         shape = (bucket or settings["hint"], *card.preprocessing.shape)
@@ -123,39 +124,39 @@ def compile_program(
     name: str,
     rounds: bool = False,
 ) -> None:
-    """Compile a program, and see that what comes out answers as it does.
+    """Compile a program, and check that the result gives the same answers.
 
     Args:
-        program: on the device that it is compiled for.
-        example: ``(N, C, H, W)`` on that device; where the batch is free, N is what kernels are chosen by.
+        program: the program, on the device that it is compiled for.
+        example: ``(N, C, H, W)`` on that device. For a dynamic batch, kernels are chosen for N.
         package: the file to write, ``*.pt2``.
         settings: the engine's options.
         static: compile for the example's batch size only.
-        name: what is compiled, for messages.
-        rounds: whether it has quantizers inside: a sum in another order falls to the other side of a tie, and that
-            spreads.
+        name: the network's name, for messages.
+        rounds: whether it has quantizers inside. Sums in another order may then round ties differently, and the
+            difference grows.
 
     Raises:
         EngineError: the compiled network gives other logits.
     """
     from torch._inductor import aoti_compile_and_package
 
-    with torch.no_grad(), _private_work():
+    with torch.no_grad(), _private_work_folder():
         module = program.module()
         if static:
             program = torch.export.export(module, (example,))
-        program.example_inputs = ((example,), {})  # which an artifact's program does not keep
+        program.example_inputs = ((example,), {})  # an artifact's program has none
         configs = {"freezing": settings["freezing"], "max_autotune": settings["max_autotune"]}
         aoti_compile_and_package(program, package_path=str(package), inductor_configs=configs)
         counts = (len(example),) if static else (*_CHECKED_BATCHES, len(example))
         batches = [torch.randn((count, *example.shape[1:])).to(example.dtype) for count in counts]
-        # A crash would end a server of several models. On the CPU nobody gets this engine who did not ask for it.
+        # A crash would end a server of several models. On the CPU only a user who names this engine gets it.
         if example.device.type == "cuda":
             answers = run_isolated(package, _index(example.device), batches, name)
         else:
             compiled = _loaded(package, example.device)
             answers = [compiled(batch) for batch in batches]
-        tolerance = _ROUNDED if rounds else _TOLERANCE.get(example.dtype, 0.1)
+        tolerance = _INTEGER_TOLERANCE if rounds else _TOLERANCE.get(example.dtype, 0.1)
         for batch, logits in zip(batches, answers, strict=True):
             if not agree(logits, module(batch.to(example.device)).cpu(), tolerance):
                 raise EngineError(
@@ -167,22 +168,22 @@ def compile_program(
 def _loaded(package: Path, device: torch.device) -> Any:
     from torch._inductor import aoti_load_package
 
-    # One thread runs it. The runner for several waits for events of its own, which no CUDA graph can capture
+    # One thread runs it. The runner for several threads waits for its own events, which no CUDA graph can capture
     # (pytorch 148601).
     return aoti_load_package(str(package), run_single_threaded=True, device_index=_index(device))
 
 
 def _index(device: torch.device) -> int:
-    """A device's number as AOTInductor takes it: -1 for the CPU."""
+    """Return a device's index for AOTInductor: -1 for the CPU."""
     return -1 if device.type == "cpu" else device.index if device.index is not None else torch.cuda.current_device()
 
 
 @contextlib.contextmanager
-def _private_work() -> Iterator[None]:
-    """Give Inductor a folder of the user's own to work in.
+def _private_work_folder() -> Iterator[None]:
+    """Give Inductor a private working folder.
 
-    Its default is a name in the machine's /tmp that anyone can guess, and it loads what lies there. Whether the user
-    named another cannot be seen: Inductor writes its default into the environment itself (torch 2.11 to 2.14).
+    Its default is a predictable name in the machine's /tmp, and it loads what is there. Whether the user has set
+    another folder is unknown, because Inductor writes its default into the environment itself (torch 2.11 to 2.14).
     """
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
@@ -200,7 +201,7 @@ def _open(folder: Path, card: Card, execution: Execution) -> Engine:
 
 
 def _probe(device: torch.device) -> torch.Tensor:
-    """Compile a small network, or open the one that was compiled here before, and run it."""
+    """Compile a small network, or open the one compiled here before, and run it."""
     with on_device(device):
         network = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten()).eval().to(device)
         example = torch.randn(2, 3, 8, 8, device=device)
@@ -224,7 +225,7 @@ INDUCTOR = register(
         open=_open,
         probe=_probe,
         devices=("cuda", "cpu"),
-        # It compiles for minutes when it is first opened: nothing to begin with where nothing was measured.
+        # It compiles for minutes when it is first opened, so it is no good default without measurements.
         rank=60,
         on_request=("cpu",),
         options={

@@ -36,7 +36,7 @@ class OnnxRuntimeEngine:
         self._output = self._session.get_outputs()[0].name
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)`` of a batch."""
+        """Return the logits ``(N, classes)`` of a batch."""
         (logits,) = self._session.run([self._output], {self._input: batch.numpy()})
         return torch.from_numpy(logits)
 

@@ -33,7 +33,7 @@ class OnnxRuntimeCudaEngine:
         self.provider = f"onnxruntime/{_PROVIDER}"
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)`` of a batch."""
+        """Return the logits ``(N, classes)`` of a batch."""
         return self._bound.run(batch)
 
 

@@ -1,7 +1,7 @@
-"""``onnxruntime-tensorrt``: an ONNX graph that ONNX Runtime gives to TensorRT, as a whole.
+"""``onnxruntime-tensorrt``: an ONNX graph that ONNX Runtime passes to TensorRT as a whole.
 
-TensorRT compiles for this GPU when the artifact is first opened. What it compiled, and what it timed, is kept in the
-user's cache (see `compile_cache`): never in an artifact.
+TensorRT compiles for this GPU when the artifact is first opened. The compiled engine and its timings are kept in the
+user's cache (see `compile_cache`), never in an artifact.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from .base import Engine, EngineOption, EngineType, register
 
 _PROVIDER = "TensorrtExecutionProvider"
 
-# ONNX Runtime's own rewriting of Q/DQ pairs leaves what TensorRT cannot read.
+# ONNX Runtime's own rewrite of Q/DQ pairs results in a graph that TensorRT cannot read.
 _ENTRIES = LITERAL_QDQ
 
-#: Beside a graph that is made for TensorRT: the batches that it is compiled for, for whoever compiles it elsewhere.
+#: Ending of the file beside a graph for TensorRT with its batch sizes, for a compilation elsewhere.
 PROFILE_ENDING = ".profile.json"
 
-#: Those that ONNX Runtime 1.23 to 1.31 is built for (10); a later one may want the next.
+#: ONNX Runtime 1.23 to 1.31 is built for 10. A later one may need 11.
 _MAJORS = (10, 11)
 
 
 class OnnxRuntimeTensorRtEngine:
-    """See `Engine`. One optimisation profile holds every batch up to the largest bucket; larger ones are split.
+    """See `Engine`. One optimisation profile covers every batch up to the largest bucket. Larger batches are split.
 
-    Without a profile an unseen batch size would have TensorRT compile within a request (onnxruntime 13851), and
-    ONNX Runtime reads only one profile from its options (onnxruntime 23965).
+    Without a profile, a new batch size would make TensorRT compile during a request (onnxruntime 13851). ONNX Runtime
+    reads only one profile from its options (onnxruntime 23965).
     """
 
     def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
@@ -52,8 +52,8 @@ class OnnxRuntimeTensorRtEngine:
         self._largest = _largest(execution)
         machine = {"tensorrt": tensorrt_version(), "onnxruntime": runtime().__version__, **device_key(self.device)}
         compiled = compile_options(card, execution, input_name(path))
-        # ONNX Runtime reads both by itself, and asks nobody whether they are what was written: unlike those of
-        # `compile_cache.kept` they have no recorded hash, and the folder's mode is all that keeps others from them.
+        # ONNX Runtime reads both folders itself, and does not check their files. Unlike those of `compile_cache.kept`
+        # they have no recorded hash, so only the folder's mode protects them.
         engines = cache_folder("tensorrt", engine_key(card, compiled, machine))
         timings = cache_folder("tensorrt-timings", machine)
         options = {
@@ -68,7 +68,7 @@ class OnnxRuntimeTensorRtEngine:
         self._bound = GpuBinding(session, self.device, len(card.classes))
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)`` of a batch."""
+        """Return the logits ``(N, classes)`` of a batch."""
         if len(batch) <= self._largest:
             return self._bound.run(batch)
         parts = [batch[piece.start : piece.stop] for piece in pieces(len(batch), (self._largest,))]
@@ -80,15 +80,15 @@ def _largest(execution: Execution) -> int:
 
 
 def compile_options(card: Card, execution: Execution, name: str) -> dict[str, Any]:
-    """The provider's options that decide what TensorRT compiles.
+    """Return the provider's options that decide what TensorRT compiles.
 
     Args:
-        card: the artifact's.
+        card: the artifact's card.
         execution: its buckets and options.
-        name: of the graph's input.
+        name: name of the graph's input.
 
     Raises:
-        EngineError: the option ``optimum`` is no batch of the profile.
+        EngineError: the option ``optimum`` is not a batch size of the profile.
     """
     largest = _largest(execution)
     settings = ONNXRUNTIME_TENSORRT.settings(execution.options)
@@ -103,12 +103,12 @@ def compile_options(card: Card, execution: Execution, name: str) -> dict[str, An
 
 
 def engine_key(card: Card, options: Mapping[str, Any], machine: Mapping[str, str]) -> dict[str, Any]:
-    """What a compiled engine depends on: the artifact's files, `compile_options`, libraries and GPU."""
+    """Return everything that a compiled engine depends on: files, `compile_options`, libraries and GPU."""
     return {**machine, "model": dict(card.files), "options": dict(options)}
 
 
 def profile(name: str, shape: Sequence[int], optimum: int, largest: int) -> dict[str, str]:
-    """The provider's options for batches of 1 to ``largest`` images ``shape`` (C, H, W), fastest at ``optimum``."""
+    """Return the provider's options for 1 to ``largest`` images of ``shape`` (C, H, W), fastest at ``optimum``."""
 
     def of(count: int) -> str:
         return f"{name}:{'x'.join(map(str, (count, *shape)))}"
@@ -121,13 +121,13 @@ def profile(name: str, shape: Sequence[int], optimum: int, largest: int) -> dict
 
 
 def precision_options(precision: str, *, half: bool = False) -> dict[str, bool]:
-    """Which arithmetic TensorRT may use, by a card's precision.
+    """Return the arithmetic that TensorRT may use, by a card's precision.
 
-    ONNX Runtime makes weakly typed networks (onnxruntime 29779), where a type in the graph is not enough.
+    ONNX Runtime builds weakly typed networks (onnxruntime 29779), so the graph's types are not enough.
 
     Args:
-        precision: the card's.
-        half: whether what an INT8 graph leaves in float may compute in FP16.
+        precision: the card's precision.
+        half: whether the float parts of an INT8 graph may compute in FP16.
     """
     if precision.startswith("int8"):
         return {"trt_int8_enable": True} | ({"trt_fp16_enable": True} if half else {})
@@ -136,7 +136,7 @@ def precision_options(precision: str, *, half: bool = False) -> dict[str, bool]:
 
 
 def input_name(path: Path) -> str:
-    """The name of a graph's input, by opening it on the CPU without optimising it."""
+    """Return the name of a graph's input. It opens the graph on the CPU without optimisation."""
     library = runtime()
     options = library.SessionOptions()
     options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -148,13 +148,13 @@ def input_name(path: Path) -> str:
 
 @functools.cache
 def tensorrt_version() -> str:
-    """The version of TensorRT's library, by loading it, and so that ONNX Runtime finds it.
+    """Return the version of TensorRT's library. Loading it also lets ONNX Runtime find it.
 
     Raises:
         EngineError: it is not installed.
     """
     folders = [""]
-    if (spec := importlib.util.find_spec("tensorrt_libs")) is not None:  # the wheels', which are on no search path
+    if (spec := importlib.util.find_spec("tensorrt_libs")) is not None:  # a folder of wheels, on no search path
         folders += [f"{place}/" for place in spec.submodule_search_locations or ()]
     for folder in folders:
         for major in _MAJORS:

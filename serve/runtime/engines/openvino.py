@@ -1,4 +1,4 @@
-"""``openvino``: an ONNX graph, float or QDQ, read as it is (or OpenVINO's own format), compiled for the CPU."""
+"""``openvino``: an unchanged ONNX graph, float or QDQ, or OpenVINO's own format, compiled for the CPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..model_files.onnx_file import TINY_GRAPH, check_graph
 from ..model_files.telemetry import import_openvino
 from .base import Engine, EngineOption, EngineType, register
 
-#: Ending of the weights beside a graph of OpenVINO's own format (``.xml``).
+#: Ending of the weights of a graph in OpenVINO's own format (``.xml``).
 _WEIGHTS = ".bin"
 
 
 class OpenVinoEngine:
-    """See `Engine`; ``request`` is the one that it infers with, for what looks into it."""
+    """See `Engine`. ``request`` is its inference request, for inspection."""
 
     def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
         path = folder / card.file
@@ -33,10 +33,10 @@ class OpenVinoEngine:
         try:
             model = library.read_model(str(path), *weights)
             compiled = library.compile_model(model, "CPU", _properties(model, execution.cores, settings["precision"]))
-        except RuntimeError as error:  # its cause stands last, below the places in OpenVINO's own sources (2026.4)
+        except RuntimeError as error:  # the cause is the last line, below places in OpenVINO's own sources (2026.4)
             said = [line for line in str(error).splitlines() if line.strip()]
             raise EngineError(f"{card.name}: OpenVINO cannot compile it: {said[-1][:300]}") from error
-        # What it says it runs with, and not what it was asked for.
+        # The precision that it reports, not the requested one.
         precision = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
         self.provider = f"openvino/{compiled.get_property('EXECUTION_DEVICES')[0]}"
         if precision != "f32":
@@ -44,26 +44,25 @@ class OpenVinoEngine:
         self.request = compiled.create_infer_request()
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)`` of a batch."""
+        """Return the logits ``(N, classes)`` of a batch."""
         answers = self.request.infer({0: batch.contiguous().numpy()}, share_inputs=True)
         return torch.from_numpy(answers[0])
 
 
 @functools.cache
 def core() -> Any:
-    """One for the process, which keeps it to its end.
+    """Return the process's one OpenVINO core, which lives until the process ends.
 
     OpenVINO's CPU plugin (2026.4.1, openvinotoolkit/openvino pull request 11894) gives the thread that loads it an
-    alternate signal stack, and unmaps it with the last reference: in whatever thread that goes, the garbage
-    collector's choice. The loading thread is left with a stack that is not there, and dies by SIGSEGV at the next
-    signal that Python handles.
+    alternate signal stack. It unmaps the stack with the last reference, in any thread: the garbage collector decides.
+    The loading thread keeps the unmapped stack. It then dies by SIGSEGV at the next signal that Python handles.
     """
-    # Imported only for what it runs: the other artifacts run where it is not installed.
+    # Imported only when needed, because other artifacts run without it.
     return import_openvino().Core()
 
 
 def compile_bytes(graph: bytes, threads: int) -> Any:
-    """A compiled model of an ONNX graph's bytes, with the settings of this engine: for what looks into a graph."""
+    """Compile an ONNX graph's bytes with this engine's settings, for inspection."""
     library = core()
     model = library.read_model(graph)
     return library.compile_model(model, "CPU", _properties(model, threads, "f32"))
@@ -71,28 +70,28 @@ def compile_bytes(graph: bytes, threads: int) -> Any:
 
 def _properties(model: Any, threads: int, precision: str) -> dict[str, Any]:
     return _without_kept(model) | {
-        # Left alone it takes bfloat16 where the CPU has it, and answers differ.
+        # By default it uses bfloat16 if the CPU has it, and answers differ.
         "INFERENCE_PRECISION_HINT": precision,
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
-        # Left alone it binds each thread to a core (OpenVINO 2026.4), where that waits for whoever else has work there,
-        # such as images that are decoded beside it, and the other threads wait for that one, awake: served ResNet-18
-        # took 8 to 13 % more of the cores for an answer so, and a lone image no less time.
+        # By default it binds each thread to a core (OpenVINO 2026.4). The thread then waits for other work on that
+        # core, for example image decoding, and the engine's other threads wait actively for it. For a served ResNet-18
+        # an answer took 8 to 13 % more core time so, and a lone image was no faster.
         "ENABLE_CPU_PINNING": False,
         "INFERENCE_NUM_THREADS": threads,
     }
 
 
 def _without_kept(model: Any) -> dict[str, Any]:
-    """What has kernels made anew for each new size of a batch, where axes are moved; empty for other graphs.
+    """Return options that turn kernel reuse off if the graph moves axes. Empty for other graphs.
 
-    Of a graph whose batch is free OpenVINO (2026.4.1) keeps kernels by what they were made for, and in networks that
-    attend takes one for another. Against what the integers mean, of two networks of the package vit-pytorch (TwinsSVT,
-    SepViT) it had 4.1 and 12.5 dB, and 30.7 and 22.1 without them; a fixed batch was right as well. Which kernel is
-    taken for which was not found; float graphs and networks of convolutions alone were not seen to be wrong.
+    With a dynamic batch, OpenVINO (2026.4.1) caches kernels by their shapes. In networks with attention it confuses
+    some of them. Two networks of the package vit-pytorch (TwinsSVT, SepViT) had 4.1 and 12.5 dB against the exact
+    integers with the cache, 30.7 and 22.1 dB without. A fixed batch was right as well. Which kernels are confused is
+    unknown. Float graphs and pure convolution networks never showed the fault.
 
-    A batch as large as the one before costs the same; ResNet-18, which does not get this, would take 0.7 ms more where
-    batches of one and two images take turns (2 cores).
+    A batch of the same size as the one before costs the same. For alternating batches of one and two images, ResNet-18,
+    which keeps the cache, would take 0.7 ms more (2 cores).
     """
     moves = any(operator.get_type_name() == "Transpose" for operator in model.get_ops())
     return {"CPU_RUNTIME_CACHE_CAPACITY": 0} if moves else {}

@@ -1,6 +1,6 @@
 """``torch-cudagraph``: a ``torch.export`` program on CUDA, channels-last, captured once for each batch bucket.
 
-The same kernels as ``exported``, launched together: what a small batch waits for is launching them.
+The kernels are the same as in ``exported``, but launched together. Small batches mostly wait for launches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TorchCudaGraphEngine:
         settings = TORCH_CUDAGRAPH.settings(execution.options)
         self.device = torch.device(execution.device)
         memory_format = torch.channels_last if settings["channels_last"] else torch.contiguous_format
-        # Whoever opens it in inference mode gets weights that also run outside of it.
+        # Weights from inference mode could not run outside it.
         with torch.inference_mode(False), torch.no_grad():
             module = program_on(folder / card.file, self.device).module()
             to_memory_format(module, memory_format)
@@ -42,14 +42,14 @@ class TorchCudaGraphEngine:
         self.provider = f"cudagraph/{str(memory_format).removeprefix('torch.')}"
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)`` of a batch."""
+        """Return the logits ``(N, classes)`` of a batch."""
         return self._graphs.run(batch)
 
 
 def to_memory_format(module: torch.nn.Module, memory_format: torch.memory_format) -> None:
-    """Lay the weights of a module's convolutions out anew, in place.
+    """Change the memory format of a module's convolution weights, in place.
 
-    Not ``module.to(memory_format=…)``: modules of exported programs share tensors with their program.
+    Not by ``module.to(memory_format=…)``: modules of exported programs share tensors with their program.
     """
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.dim() == 4:
@@ -58,8 +58,8 @@ def to_memory_format(module: torch.nn.Module, memory_format: torch.memory_format
 
 @contextlib.contextmanager
 def searching(search: bool) -> Iterator[None]:
-    """Whether cuDNN tries its algorithms for each new shape, for a block; what it chose is kept by the thread."""
-    # Not `torch.backends.cudnn.flags`, which would also set what else there is to set.
+    """Set for a block whether cuDNN times its algorithms for each new shape. The thread keeps the chosen ones."""
+    # Not by `torch.backends.cudnn.flags`, which would also set all other flags.
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = search
     try:

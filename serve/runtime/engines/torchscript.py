@@ -25,7 +25,7 @@ class TorchScriptEngine:
         self._module = load_script(folder / card.file, self.device)
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)`` of a batch."""
+        """Return the logits ``(N, classes)`` of a batch."""
         logits: torch.Tensor = self._module(batch)
         return logits
 
@@ -33,13 +33,13 @@ class TorchScriptEngine:
 def use_int8_kernels() -> None:
     """Select torch's quantized kernels for this process: oneDNN's with VNNI, else those of the ``x86`` engine.
 
-    Quantized weights are packed for the engine that is selected while the file is read, so this comes before
-    `torch.jit.load` and before ``convert_fx``; a file that was written under one engine is packed anew by another.
+    Call it before `torch.jit.load` and ``convert_fx``. Quantized weights are packed for the engine that is selected
+    while the file is read. A file from one engine is packed again by another.
 
-    torch's ``x86`` engine (2.11 to 2.14) gives convolutions of more than 100 groups to fbgemm, whose fast depthwise
-    kernels (3x3 and 5x5, padded, channels a multiple of 8) add products in 16 bits, VNNI or not: with activations of
-    8 bits they saturate, up to 43 steps off. oneDNN is exact, and as fast or faster wherever it was measured.
-    Without VNNI both add in 16 bits, which is safe for activations of 7 bits.
+    torch's ``x86`` engine (2.11 to 2.14) gives convolutions of more than 100 groups to fbgemm. Its fast depthwise
+    kernels (3x3 and 5x5, padded, channels a multiple of 8) add products in 16 bits, with or without VNNI. With
+    activations of 8 bits they saturate, up to 43 steps off. oneDNN is exact, and was as fast or faster in every
+    measurement. Without VNNI both add in 16 bits, which is safe for activations of 7 bits.
     """
     engine = "onednn" if has_vnni() else "x86"
     supported = torch.backends.quantized.supported_engines

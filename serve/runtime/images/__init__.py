@@ -1,5 +1,5 @@
-"""From encoded bytes to a network's input.
+"""From encoded image bytes to a network's input.
 
-In: bytes that anybody sent, the card's preprocessing, a budget. Does: bounds headers and structure, decodes, resizes,
-crops, normalises. Out: a tensor ``(3, H, W)``, or an `ImageError`.
+Input: bytes from anybody, the card's preprocessing, a budget. Work: limit headers and structure, decode, resize, crop,
+normalise. Output: a tensor ``(3, H, W)``, or an `ImageError`.
 """

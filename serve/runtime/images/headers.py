@@ -1,7 +1,7 @@
-"""What an encoded image says of itself, read without decoding a pixel: its format, mode and size.
+"""Reads an encoded image's format, mode and size without decoding a pixel.
 
-Pillow reads the headers, after `structure` has seen that this will not take long; those of plain JPEGs and
-WebPs are read there.
+Pillow reads the headers, after `structure` has checked that this is fast. `structure` itself reads those of plain JPEGs
+and WebPs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .timed_file import TimedFile
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 
-_STARVED = "this machine has too little memory left to decode the image"
+_TOO_LITTLE_MEMORY = "this machine has too little memory left to decode the image"
 
 _TIFF_TILE_WIDTH, _TIFF_TILE_LENGTH = 322, 323
 
-# Why an image of some format may have more pixels to decode than it shows.
+# Why an image of some formats may have more pixels to decode than it shows.
 _MORE = {
     "TIFF": ", in tiles that have more",
     "WEBP": ", twice, because it moves",
@@ -36,7 +36,7 @@ _MORE = {
 }
 
 
-#: What clients send by mistake, and how to send it.
+#: Common mistakes of clients, and what to send instead.
 _NO_IMAGES = {
     "it is compressed by gzip, send the image as it is": re.compile(rb"\x1f\x8b"),
     'it is a data: URL, send its bytes, or the URL as {"instances": [{"b64": "data:…"}]}': re.compile(rb"\s*data:"),
@@ -48,9 +48,9 @@ _NO_IMAGES = {
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of an image before it is decoded.
+    """The facts about an image before it is decoded.
 
-    ``mode`` is Pillow's (``RGB``, ``L``, ``P``, ``I;16`` …); ``pixels`` is what decoding it has to make.
+    ``mode`` is Pillow's (``RGB``, ``L``, ``P``, ``I;16`` …). ``pixels`` is the number that a decoder must produce.
     """
 
     format: str
@@ -61,56 +61,55 @@ class Header:
 
 
 def read_header(data: bytes, budget: Budget) -> Header:
-    """Read the header of one encoded image (of a moving one, its first frame).
+    """Read the header of one encoded image. Of an animation it is the first frame's.
 
     Raises:
-        ImageError: with status 400 (empty, broken), 413 (beyond ``budget``) or 415 (not an image, or a
-            format that is not supported).
-        MemoryError: this machine has too little memory; nothing is wrong with the image.
+        ImageError: status 400 (empty, broken), 413 (beyond ``budget``) or 415 (not an image, or an unsupported format).
+        MemoryError: this machine has too little memory. The image is not at fault.
     """
     with faults_named(budget):
         _check_parts(data, budget)
         if (header := _plain_header(data)) is not None:
             _check_pixels(header, budget)
             return header
-        with _opened_by_pillow(data, budget) as image:
+        with _open_with_pillow(data, budget) as image:
             return _header(image)
 
 
 @contextmanager
 def opened(data: bytes, budget: Budget) -> Iterator[Image.Image]:
-    """The image as Pillow opens it, its pixels not decoded yet, checked against ``budget``.
+    """Open an image with Pillow without decoding its pixels, and check it against ``budget``.
 
-    What the block raises is told as a fault of the image, as `read_header` does.
+    Exceptions in the block are converted to faults of the image, like in `read_header`.
     """
     with faults_named(budget):
         _check_parts(data, budget)
-        with _opened_by_pillow(data, budget) as image:
+        with _open_with_pillow(data, budget) as image:
             yield image
 
 
 @contextmanager
 def faults_named(budget: Budget) -> Iterator[None]:
-    """Tell whatever a decoder raises as an `ImageError` of one line, and want of memory as a MemoryError."""
+    """Convert any exception of a decoder to an `ImageError` of one line, or to a MemoryError for too little memory."""
     try:
         yield
     except ImageError:
         raise
     except MemoryError:
-        raise MemoryError(_STARVED) from None
-    except Image.DecompressionBombError:  # before we see the size: Pillow has a limit of its own
+        raise MemoryError(_TOO_LITTLE_MEMORY) from None
+    except Image.DecompressionBombError:  # Pillow has its own limit, and raises before the size is known
         raise ImageError(f"the image has more than the limit of {budget.image_pixels} pixels", 413) from None
     except Exception as error:  # noqa: BLE001 - decoders raise OSError, SyntaxError, struct.error, RuntimeError …
         if lacks_memory(error) or not _has_room(budget):
-            raise MemoryError(_STARVED) from None
+            raise MemoryError(_TOO_LITTLE_MEMORY) from None
         raise ImageError(f"the image is truncated or broken ({_reason(error)})") from None
 
 
 def _check_parts(data: bytes, budget: Budget) -> None:
-    """See that there is something, and that its parts beside the pixels are bounded.
+    """Check that the image is not empty, and that its parts beside the pixels are limited.
 
     Raises:
-        ImageError: 400, it is empty; as `check_structure`.
+        ImageError: status 400, it is empty. Or see `check_structure`.
     """
     if not data:
         raise ImageError("the image is empty (0 bytes)")
@@ -118,7 +117,7 @@ def _check_parts(data: bytes, budget: Budget) -> None:
 
 
 def _plain_header(data: bytes) -> Header | None:
-    """Of what `structure` knows without Pillow."""
+    """Return the header if `structure` can read it without Pillow."""
     if (jpeg := plain_jpeg(data)) is not None:
         width, height, components = jpeg
         return Header("JPEG", "RGB" if components == 3 else "L", width, height, width * height)
@@ -129,9 +128,9 @@ def _plain_header(data: bytes) -> Header | None:
 
 
 @contextmanager
-def _opened_by_pillow(data: bytes, budget: Budget) -> Iterator[Image.Image]:
+def _open_with_pillow(data: bytes, budget: Budget) -> Iterator[Image.Image]:
     with warnings.catch_warnings():
-        # Pillow warns of large images long before our own limit, and of broken EXIF.
+        # Pillow warns of large images long before the project's limit, and of broken EXIF.
         warnings.simplefilter("ignore")
         try:
             picture = Image.open(TimedFile(data, budget.image_seconds), formats=FORMATS)
@@ -146,10 +145,10 @@ def _opened_by_pillow(data: bytes, budget: Budget) -> Iterator[Image.Image]:
 
 
 def _check_pixels(header: Header, budget: Budget) -> None:
-    """See that an image has no more pixels than one may have.
+    """Check that an image has no more pixels than allowed.
 
     Raises:
-        ImageError: 413, it has more.
+        ImageError: status 413, it has more.
     """
     if header.pixels > budget.image_pixels:
         more = _MORE[header.format] if header.pixels > header.width * header.height else ""
@@ -161,27 +160,27 @@ def _header(image: Image.Image) -> Header:
     width, height = image.size
     pixels = width * height
     if image.format == "TIFF":
-        # libtiff decodes whole tiles, which may be larger than the image, and there may be thousands of them.
+        # libtiff decodes whole tiles. They may be larger than the image, and there may be thousands.
         tags = image.tag_v2  # type: ignore[attr-defined]
         across, down = tags.get(_TIFF_TILE_WIDTH, 0), tags.get(_TIFF_TILE_LENGTH, 0)
         if across > 0 and down > 0:
             pixels = max(pixels, -(-width // across) * across * -(-height // down) * down)
     if image.format == "WEBP" and getattr(image, "is_animated", False):
-        pixels *= 2  # libwebp composes a film on two canvases: twice the bytes of any other format
+        pixels *= 2  # libwebp composes an animation on two canvases: twice the bytes of any other format
     if is_run_length_encoded(image):
-        pixels *= 4  # Pillow makes them in Python: 70 ns each, where other formats take 10 to 30
+        pixels *= 4  # Pillow decodes them in Python: 70 ns for each pixel, 10 to 30 in other formats
     return Header(image.format or "", image.mode, width, height, pixels)
 
 
 def _has_room(budget: Budget) -> bool:
-    """Whether what the largest image may need, RGBA twice, can be had: libwebp says no more than that it failed."""
+    """Whether memory for the largest image is free, RGBA twice. libwebp reports only that it failed."""
     try:
-        np.empty(8 * budget.image_pixels, dtype=np.uint8)  # asked for and not touched, this costs nothing
+        np.empty(8 * budget.image_pixels, dtype=np.uint8)  # an untouched allocation costs nothing
     except MemoryError:
         return False
     return True
 
 
 def _reason(error: Exception) -> str:
-    # torchvision's C++ errors begin with the function and the source line that raised them.
+    # torchvision's C++ errors begin with the function and the source line.
     return re.sub(r"^\w+, \S+:\d+, ", "", first_line(error))[:120]

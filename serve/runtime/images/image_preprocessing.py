@@ -1,7 +1,7 @@
-"""Bytes to batch tensor: decode, resize, crop, normalise. The only preprocessing there is.
+"""Image bytes to batch tensor: decode, resize, crop, normalise. This is the project's only preprocessing.
 
-Two halves, so that only bytes travel to the device: `decode` and `fit` make a ``uint8`` image on the
-host; `normalise` turns a batch of them into floats wherever the network runs.
+It has two halves, so that only bytes travel to the device. `decode` and `fit` make a ``uint8`` image on the host.
+`normalise` turns a batch of them into floats on the network's device.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from .tiff_directories import check_exif
 
 _NO_BUDGET = Budget()
 
-#: Longer side over shorter one from which `fit` resizes the middle only.
+#: Ratio of longer to shorter side from which `fit` resizes only the middle.
 ELONGATED = 8
 
-# Pixels to each side that an output pixel is made of when it is not made smaller (Pillow's `filters`).
+# Pixels to each side of an output pixel that it depends on, when nothing is made smaller (Pillow's `filters`).
 _REACH = {"bilinear": (Image.Resampling.BILINEAR, 1), "bicubic": (Image.Resampling.BICUBIC, 2)}
 
-# torchvision's ``ImageReadMode.RGB``; it has no grey for WebP.
+# torchvision's ``ImageReadMode.RGB``. It has no grey for WebP.
 _RGB = 3
 
-#: Pillow's mode of so many channels; alpha is the last of two and of four.
+#: Pillow's mode for a number of channels. Alpha is the last of two and of four.
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 
 _WITH_ALPHA = (2, 4)
 
-# What EXIF's orientations ask for, of ``(C, H, W)`` (CIPA DC-008, 4.6.4): as `ImageOps.exif_transpose`.
+# The transformations for EXIF's orientations, of ``(C, H, W)`` (CIPA DC-008, 4.6.4), as in `ImageOps.exif_transpose`.
 _UPRIGHT: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
     2: lambda image: image.flip(2),
     3: lambda image: image.flip(1, 2),
@@ -50,8 +50,8 @@ _UPRIGHT: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
     8: lambda image: image.transpose(1, 2).flip(1),
 }
 
-# The same, of an image of Pillow's, whose `exif_transpose` writes all of the EXIF anew (6 s for 4 MB of it).
-_TURNED = {
+# The same for Pillow's images. Its `exif_transpose` rewrites all of the EXIF (6 s for 4 MB of it).
+_TRANSPOSITIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -61,11 +61,11 @@ _TURNED = {
     8: Image.Transpose.ROTATE_90,
 }
 
-# Black is 0 and white this in greys of more than 8 bits, by Pillow's modes; of others no file says what is white.
+# White in greys of more than 8 bits, by Pillow's modes. Black is 0. Other modes do not define white.
 _WHITE = {"I;16": 65535.0, "I;16L": 65535.0, "I;16B": 65535.0, "I;16N": 65535.0, "F": 1.0}
 _TIFF_BITS = 258
 
-# Pixels of 16 bits that are converted at once, by way of 8 bytes each.
+# Pixels of 16 bits that are converted at once, through 8 bytes each.
 _BAND_PIXELS = 1 << 18
 
 
@@ -78,20 +78,20 @@ def decode(
 ) -> torch.Tensor:
     """Decode one encoded image to ``uint8`` of shape ``(channels, H, W)``.
 
-    JPEG, PNG, WebP, BMP, TIFF and the first frame of a GIF; grey, palette, CMYK and 16-bit images are
-    converted as Pillow's ``Image.convert`` does, which is what training pipelines see, and EXIF
-    orientation is honoured. ``channels`` is 1 (grey), 2 (grey and alpha), 3 (RGB) or 4 (RGB and alpha): without
-    its channel, alpha is dropped, and an image that has none is opaque (255). ``header`` is what `read_header` gave for
-    the same bytes and budget, if that was asked before; ``pixel_max`` is as in `eight_bit`.
+    Formats are JPEG, PNG, WebP, BMP, TIFF and the first frame of a GIF. Grey, palette, CMYK and 16-bit images are
+    converted like in Pillow's ``Image.convert``, as training pipelines do. EXIF orientation is applied. ``channels`` is
+    1 (grey), 2 (grey and alpha), 3 (RGB) or 4 (RGB and alpha). Without its channel, alpha is dropped. An image without
+    alpha is opaque (255). ``header`` is the result of `read_header` for the same bytes and budget. None: it is read
+    here. For ``pixel_max`` see `eight_bit`.
 
     Raises:
-        ImageError: with status 400 (empty, truncated, broken), 413 (beyond ``budget``) or 415 (not an
-            image, or a format that is not supported).
-        MemoryError: this machine has too little memory; nothing is wrong with the image.
+        ImageError: status 400 (empty, truncated, broken), 413 (beyond ``budget``) or 415 (not an image, or an
+            unsupported format).
+        MemoryError: this machine has too little memory. The image is not at fault.
     """
     header = header or read_header(data, budget)
-    # torchvision's JPEG decoder gives the same integers as Pillow's and is faster; CMYK stays with Pillow,
-    # whose handling of Adobe's inverted inks is the reference.
+    # torchvision's JPEG decoder returns the same integers as Pillow's, but faster. CMYK stays with Pillow, whose
+    # treatment of Adobe's inverted inks is the reference.
     if header.format == "JPEG" and header.mode in ("RGB", "L"):
         colours = channels - 1 if channels in _WITH_ALPHA else channels
         with faults_named(budget):
@@ -99,20 +99,20 @@ def decode(
             return torch.cat([seen, torch.full_like(seen[:1], 255)]) if channels in _WITH_ALPHA else seen
     if header.format == "WEBP" and channels == 3 and (picture := _decode_webp(data, budget)) is not None:
         return picture
-    # Left as its pixels lie: a copy by channels takes longer than resizing them, and as much memory again.
+    # The memory layout stays. A copy by channels takes longer than the resize, and as much memory again.
     return torch.from_numpy(_decode_with_pillow(data, channels, budget, pixel_max)).permute(2, 0, 1)
 
 
 def fit(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
     """Resize and centre-crop a ``uint8`` ``(C, h, w)`` image to ``uint8`` ``preprocessing.shape``.
 
-    An image that is more than `ELONGATED` times longer than wide is cropped before it is resized; the
-    result is within 2 of 255 levels of resizing it whole, which for 762x1 would make 50 megapixels.
+    An image that is more than `ELONGATED` times longer than wide is cropped before the resize. The result is within 2
+    of 255 levels of a whole resize, which for 762x1 would make 50 megapixels.
     """
     height, width = image.shape[-2:]
     if (height, width) != (scaled := preprocessing.scaled(height, width)):
         if isinstance(preprocessing.resize, int) and max(height, width) > ELONGATED * min(height, width):
-            # Of an image with alpha Pillow resizes what is seen, and torch each channel by itself.
+            # Pillow weighs colours by alpha, but torch resizes each channel alone.
             parts = [channel[None] for channel in image] if len(image) in _WITH_ALPHA else [image]
             image = torch.cat([_resize_middle(part, preprocessing, preprocessing.resize) for part in parts])
         else:
@@ -126,7 +126,7 @@ def fit(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
 def load(
     data: bytes, preprocessing: Preprocessing, budget: Budget = _NO_BUDGET, header: Header | None = None
 ) -> torch.Tensor:
-    """`decode` then `fit`: bytes to ``uint8`` of shape ``preprocessing.shape``."""
+    """`decode`, then `fit`: bytes to ``uint8`` of shape ``preprocessing.shape``."""
     image = decode(data, preprocessing.channels, budget, header, preprocessing.pixel_max)
     with faults_named(budget):
         return fit(image, preprocessing)
@@ -135,7 +135,7 @@ def load(
 def normalise(
     batch: torch.Tensor, preprocessing: Preprocessing, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Turn ``uint8`` ``(N, C, H, W)`` into the network's input of ``dtype`` on ``device``."""
+    """Convert ``uint8`` ``(N, C, H, W)`` to the network's input of ``dtype`` on ``device``."""
     batch = batch.to(device, non_blocking=True).to(torch.float32)
     # (x / 255 - mean) / std in one multiply-add.
     std = torch.tensor(preprocessing.std, device=device).view(1, -1, 1, 1)
@@ -144,10 +144,10 @@ def normalise(
 
 
 def _decode_webp(data: bytes, budget: Budget) -> torch.Tensor | None:
-    """A WebP that does not move, as Pillow decodes it; None: it does, or libwebp is not there but by Pillow.
+    """Decode a WebP without animation, with Pillow's result. None: it is animated, or only Pillow has libwebp.
 
-    Pillow 13 has libwebp decode any WebP as a film, on canvases with alpha: 18 bytes a pixel and more. Asked for the
-    picture alone it takes 3 (lossy) to 9, and a half to a ninth of the time.
+    Pillow 13 decodes any WebP as an animation, on canvases with alpha, which takes 18 bytes a pixel and more. A decode
+    of the picture alone takes 3 (lossy) to 9 bytes, and a half to a ninth of the time.
     """
     plain, turned = plain_webp(data) is not None, 1
     if decode_webp is None:
@@ -163,12 +163,12 @@ def _decode_webp(data: bytes, budget: Budget) -> torch.Tensor | None:
         except RuntimeError:
             if plain:
                 raise
-            return None  # a film of one picture, or what only Pillow reads
+            return None  # an animation of one frame, or a file that only Pillow reads
         return _UPRIGHT[turned](picture) if turned in _UPRIGHT else picture
 
 
 def _decode_with_pillow(data: bytes, channels: int, budget: Budget, pixel_max: float | None) -> NDArray[np.uint8]:
-    """``uint8`` of shape ``(H, W, channels)``. The image is closed on return, so that its memory is not held twice."""
+    """Decode to ``uint8`` of shape ``(H, W, channels)``. Close the image on return, to hold its memory only once."""
     with opened(data, budget) as image:
         if pixel_max is not None and _is_deep_colour(image):
             raise ImageError(
@@ -176,15 +176,15 @@ def _decode_with_pillow(data: bytes, channels: int, budget: Budget, pixel_max: f
             )
         mode = MODES[channels]
         grey = eight_bit(upright(image), pixel_max)
-        pixels = np.array(grey if grey.mode == mode else grey.convert(mode))  # a copy of 4 bytes a pixel, else
+        pixels = np.array(grey if grey.mode == mode else grey.convert(mode))  # convert would copy 4 bytes a pixel
     return pixels if channels > 1 else pixels[..., None]
 
 
 def _resize_middle(image: torch.Tensor, preprocessing: Preprocessing, resize: int) -> torch.Tensor:
-    """What `center_crop` will keep of the longer side of the resized image, and no more.
+    """Resize only the part of the longer side that `center_crop` will keep.
 
-    The rules of where it lies are torchvision's: the longer side becomes ``int(resize * long / short)``,
-    and the crop begins at ``round((side - crop) / 2)``.
+    Its place follows torchvision's rules. The longer side becomes ``int(resize * long / short)``, and the crop begins
+    at ``round((side - crop) / 2)``.
     """
     height, width = image.shape[-2:]
     lies = width > height
@@ -196,14 +196,14 @@ def _resize_middle(image: torch.Tensor, preprocessing: Preprocessing, resize: in
     size = (resize, kept) if lies else (kept, resize)
     axis = -1 if lies else -2
     if preprocessing.interpolation == "nearest":
-        # torch's "nearest" takes floor(i * scale), in single precision as far as that counts; Pillow's the middle.
+        # torch's "nearest" uses floor(i * scale), in single precision below 2**24. Pillow's uses the middle.
         single = target < 1 << 24
         index = torch.arange(first, first + kept, dtype=torch.float32 if single else torch.float64)
         index *= torch.tensor(source, dtype=index.dtype) / target
         image = image.index_select(axis, index.long().clamp_(max=source - 1))
         nearest: torch.Tensor = transforms.resize(image, list(size), interpolation=InterpolationMode.NEAREST)
         return nearest
-    # Pillow resizes a box with fractional edges, and reads the neighbours that lie outside of it.
+    # Pillow resizes a box with fractional edges, and also reads neighbours outside it.
     resample, reach = _REACH[preprocessing.interpolation]
     scale = source / target
     begin, end = first * scale, (first + kept) * scale
@@ -212,8 +212,8 @@ def _resize_middle(image: torch.Tensor, preprocessing: Preprocessing, resize: in
     middle = image.narrow(axis, low, high - low).permute(1, 2, 0).numpy()
     cut = Image.fromarray(np.ascontiguousarray(middle if middle.shape[-1] == 3 else middle[..., 0]))
     along = (begin - low, min(end, high) - low)
-    # Columns first, as torch does; with a box Pillow 13 may take rows first, and where bicubic overshoots and is
-    # cut off to 8 bits between the two, the order makes up to 22 levels of difference.
+    # Columns first, like torch. With a box Pillow 13 may start with rows. Bicubic overshoots and is clipped to 8 bits
+    # between the two steps, so the order makes up to 22 levels of difference.
     left, right = along if lies else (0, cut.width)
     top, bottom = (0, cut.height) if lies else along
     narrowed = cut.resize((size[1], cut.height), resample, box=(left, 0, right, cut.height))
@@ -222,20 +222,20 @@ def _resize_middle(image: torch.Tensor, preprocessing: Preprocessing, resize: in
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """An image of Pillow's as its EXIF says that it is seen; itself where that is how it lies."""
-    image.load()  # which turns a TIFF, and says so in its EXIF
-    turned = _TURNED.get(_orientation(image))
+    """Apply the EXIF orientation to a Pillow image. Return the same image if it is upright."""
+    image.load()  # this rotates a TIFF, and updates its EXIF
+    turned = _TRANSPOSITIONS.get(_orientation(image))
     return image if turned is None else image.transpose(turned)
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF's orientation, 1 to 8, of an image of Pillow's, which reads all of a directory for it.
+    """Return the EXIF orientation, 1 to 8, of a Pillow image. Pillow reads a whole directory for it.
 
     Raises:
-        ImageError: with status 413, its EXIF holds more than anybody writes.
+        ImageError: status 413, the EXIF is larger than any real one.
     """
     exif = image.info.get("exif")
-    if exif is None and (written := image.info.get("Raw profile type exif")) is not None:  # ImageMagick's, of PNG
+    if exif is None and (written := image.info.get("Raw profile type exif")) is not None:  # ImageMagick's, in PNGs
         exif = bytes.fromhex("".join(written.split("\n")[3:]))
     if exif is not None:
         check_exif(exif)
@@ -244,27 +244,28 @@ def _orientation(image: Image.Image) -> int:
 
 
 def is_deep(image: Image.Image) -> bool:
-    """Whether an image of Pillow's holds greys of more than 8 bits."""
+    """Whether a Pillow image holds greys of more than 8 bits."""
     return image.mode.startswith("I") or image.mode == "F"
 
 
 def white_of(image: Image.Image) -> float | None:
-    """What is white in a deep grey whose data set states nothing: its type's largest value, 1 of floats.
+    """Return the white of a deep grey image by its type: the largest value, or 1 for floats.
 
-    None of 32-bit and of signed integers: nobody uses all of their range, and no file says how much.
+    None for 32-bit and signed integers. Nobody uses all of their range, and no file says how much. The data set's own
+    ``pixel_max`` takes precedence.
     """
     bits = getattr(image, "tag_v2", {}).get(_TIFF_BITS, (16,))[0]
     return _WHITE.get(image.mode) if bits >= 16 else float((1 << bits) - 1)
 
 
 def eight_bit(image: Image.Image, pixel_max: float | None = None) -> Image.Image:
-    """Scale 16-bit, 32-bit and float greys to 8 bits; Pillow's own ``convert`` clips them to white.
+    """Scale 16-bit, 32-bit and float greys to 8 bits. Pillow's own ``convert`` clips them to white.
 
-    The scale is that of the data set, ``pixel_max``, or of the image's type (`white_of`), and never goes by what one
-    image holds. What is no number becomes black.
+    The scale is the data set's ``pixel_max``, or the type's (`white_of`). It never depends on a single image's values.
+    NaN becomes black.
 
     Raises:
-        ImageError: there is no scale, or a value is darker than black or lighter than white by half a level or more.
+        ImageError: there is no scale, or a value is outside black to white by half a level or more.
     """
     if not is_deep(image):
         return image
@@ -285,6 +286,6 @@ def eight_bit(image: Image.Image, pixel_max: float | None = None) -> Image.Image
 
 
 def _is_deep_colour(image: Image.Image) -> bool:
-    """Whether an image that is not loaded yet has 16 bits a channel, of which Pillow (13) gives the upper 8."""
+    """Whether an image that is not loaded yet has 16 bits a channel. Pillow (13) returns only the upper 8."""
     tiles = getattr(image, "tile", ())
     return image.format in ("PNG", "TIFF") and not is_deep(image) and any(";16" in str(tile[3]) for tile in tiles)

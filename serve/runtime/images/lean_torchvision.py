@@ -1,9 +1,9 @@
-"""torchvision, imported without torch's compiler: for the runtime, and for what `optimize` imports when it starts.
+"""Imports torchvision without torch's compiler, for the runtime and for the start of `optimize`.
 
-torchvision (0.19 to 0.29) means to import ``torch._dynamo`` only where ``roi_align`` is compiled (pytorch/vision PR
-8436), and imports all of it for two functions: one that ``roi_align`` asks then, and the mark that ``tv_tensors.wrap``
-is not to be compiled. With torch 2.14 that is 1.7 of the 3.4 seconds of CPU time, and 157 MB, of every process that
-decodes a JPEG. Here it gets stand-ins of the two, which turn to the compiler when they are called.
+torchvision (0.19 to 0.29) should import ``torch._dynamo`` only if ``roi_align`` is compiled (pytorch/vision PR 8436).
+But it imports all of it for two functions. ``roi_align`` calls one of them then. The other marks ``tv_tensors.wrap`` as
+not to be compiled. With torch 2.14 that is 1.7 of the 3.4 seconds of CPU time, and 157 MB, of every process that
+decodes a JPEG. Here torchvision gets stand-ins for the two, which use the compiler when they are called.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _is_compile_supported(device_type: str) -> bool:
 def _disable(function: Callable[..., Any], recursive: bool = True, **more: Any) -> Callable[..., Any]:
     @functools.wraps(function)
     def disabled(*args: Any, **kwargs: Any) -> Any:
-        if (compiler := sys.modules.get(_COMPILER)) is None:  # then nothing is being compiled
+        if (compiler := sys.modules.get(_COMPILER)) is None:  # nothing is being compiled then
             return function(*args, **kwargs)
         return compiler.disable(function, recursive, **more)(*args, **kwargs)
 
@@ -41,20 +41,20 @@ def _stand_in(name: str) -> ModuleType:
     module = ModuleType(name)
     module.__path__ = [f"{path}/_dynamo" for path in torch.__path__]
 
-    def of_the_compiler(attribute: str) -> Any:  # whatever else of it a version may ask for
-        if attribute.startswith("__"):  # `inspect` asks all modules for their files
+    def compiler_attribute(attribute: str) -> Any:  # for other attributes that a version may need
+        if attribute.startswith("__"):  # `inspect` reads the file of every module
             raise AttributeError(attribute)
-        _take_away()
+        _remove_stand_ins()
         return getattr(importlib.import_module(name), attribute)
 
-    module.__getattr__ = of_the_compiler  # type: ignore[method-assign]
+    module.__getattr__ = compiler_attribute  # type: ignore[method-assign]
     return module
 
 
 _STAND_INS = {} if _COMPILER in sys.modules else {name: _stand_in(name) for name in (_COMPILER, _UTILS)}
 
 
-def _take_away() -> None:
+def _remove_stand_ins() -> None:
     for name, module in _STAND_INS.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
@@ -71,10 +71,11 @@ try:
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.v2 import functional
 finally:
-    _take_away()
+    _remove_stand_ins()
 
-#: A JPEG as ``uint8 (N,)``, channels, and whether EXIF orientation is applied, to ``uint8 (C, H, W)``: torchvision's
-#: operator. Its function (0.29) says each time that it is deprecated, with Python's lock held: 0.05 of 1.4 ms.
+#: torchvision's operator: from a JPEG as ``uint8 (N,)``, channels, and whether to apply the EXIF orientation, to
+#: ``uint8 (C, H, W)``. Its function (0.29) warns each time that it is deprecated, while it holds Python's lock: 0.05 of
+#: 1.4 ms.
 decode_jpeg: Callable[[torch.Tensor, int, bool], torch.Tensor] = torch.ops.image.decode_jpeg.default
 
 _TINY_WEBP = bytes.fromhex("524946461a000000574542505650384c0e0000002f00000000071011fd0f4444ff03")
@@ -84,11 +85,11 @@ def _webp_operator() -> Callable[[torch.Tensor, int], torch.Tensor] | None:
     try:
         operator: Callable[[torch.Tensor, int], torch.Tensor] = torch.ops.image.decode_webp.default
         operator(torch.frombuffer(bytearray(_TINY_WEBP), dtype=torch.uint8), 3)
-    except (AttributeError, RuntimeError):  # the operator is there, and says that it is not
+    except (AttributeError, RuntimeError):  # the operator exists, but reports that it is not supported
         return None
     return operator
 
 
-#: A WebP that does not move as ``uint8 (N,)``, and 3 for colours without alpha, to ``uint8 (3, H, W)``; None where
+#: From a WebP without animation as ``uint8 (N,)``, and 3 for colours without alpha, to ``uint8 (3, H, W)``. None if
 #: torchvision was built without libwebp.
 decode_webp = _webp_operator()

@@ -1,4 +1,4 @@
-"""Bounds what an encoded image has beside pixels, and what no pixel count tells: segments, chunks, tags, scans."""
+"""Limits the parts of an encoded image beside its pixels: segments, chunks, tags, scans."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from ..card.budget import Budget
 from ..errors import ImageError
 from .tiff_directories import check_exif, check_tiff
 
-# Pillow 13 reads what stands before the pixels in Python, a segment or a byte at a time (up to 0.25 s per
-# megabyte), and inflates each compressed text of a PNG up to a megabyte (2 ms for 1 kB). Photographs have some
-# ten segments, or one for each 64 kB of metadata.
+# Pillow 13 reads everything before the pixels in Python, a segment or a byte at a time (up to 0.25 s per megabyte). It
+# inflates each compressed text of a PNG up to a megabyte (2 ms for 1 kB). Photographs have some ten segments, or one
+# for each 64 kB of metadata.
 _JPEG_SEGMENTS = 4096
 _JPEG_STRAY_BYTES = 65_536
 _JPEG_TAIL = 64
-_JPEG_EXIF_BYTES = 131_072  # a segment holds 65,533; Pillow puts several together, copying all of it for each
-_JPEG_PARSED_BYTES = 4 << 20  # of the two kinds of segments whose parts Pillow takes apart in Python, 0.1 s a megabyte
+_JPEG_EXIF_BYTES = 131_072  # a segment holds 65,533; Pillow joins several, with a copy of everything for each
+_JPEG_PARSED_BYTES = 4 << 20  # in the two kinds of segments that Pillow parses in Python, at 0.1 s a megabyte
 _JPEG_PARSED = frozenset((0xDB, 0xED))
-_JPEG_CODING_TABLES = frozenset((0xC4, 0xDB))  # Huffman's, and of the quantization
-_PNG_CHUNKS = 4096  # beside those of the pixels
+_JPEG_CODING_TABLES = frozenset((0xC4, 0xDB))  # Huffman tables, and quantization tables
+_PNG_CHUNKS = 4096  # other than pixel chunks
 _PNG_PIXEL_CHUNKS = 32_768
 _PNG_COMPRESSED = 32
-_GIF_BLOCKS = 32_768  # before the first image, of 255 bytes at most, and stray bytes
+_GIF_BLOCKS = 32_768  # before the first image, each at most 255 bytes; stray bytes count too
 
-# A marker, and not a fill byte, an escaped FF of the coded data (FF00) or a restart (FFD0 to FFD7).
+# A marker: not a fill byte, an escaped FF in coded data (FF00), or a restart (FFD0 to FFD7).
 _JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
 _JPEG_START, _JPEG_END, _JPEG_SCAN, _JPEG_TEMPORARY, _JPEG_EXIF = 0xD8, 0xD9, 0xDA, 0x01, 0xE1
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # ITU-T T.81, table B.1
 _JPEG_PROGRESSIVE = frozenset((0xC2, 0xC6, 0xCA, 0xCE))
-# Frames that libjpeg and Pillow read alike, and what may stand before the first scan: tables, comments, metadata.
+# Frames that libjpeg and Pillow read alike, and the segments allowed before the first scan: tables, comments, metadata.
 _JPEG_USUAL_FRAMES = frozenset((0xC0, 0xC1, 0xC2))
 _JPEG_USUAL_TABLES = frozenset((0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)))
 
 
 def check_structure(data: bytes, budget: Budget) -> None:
-    """See that opening ``data`` takes Pillow milliseconds, and decoding it no time but for its pixels.
+    """Check that Pillow opens ``data`` within milliseconds, and that decoding costs only the pixels' time.
 
-    What is broken passes: a decoder will say so. A BMP is bounded when it is open (`bmp_commands`), and WebP needs no
-    such bounds.
+    Broken files pass, because a decoder will report them. A BMP is checked after it is opened (`bmp_commands`). WebP
+    needs no such limits.
 
     Raises:
-        ImageError: with status 413, it has more parts than anybody writes.
+        ImageError: status 413, it has more parts than any real image.
     """
     if data.startswith(b"\xff\xd8\xff"):
         _check_jpeg(data, budget)
@@ -55,17 +55,17 @@ def check_structure(data: bytes, budget: Budget) -> None:
 
 
 def plain_jpeg(data: bytes) -> tuple[int, int, int] | None:
-    """Width, height and components (1 or 3) of a JPEG as nearly all are, without Pillow, which takes 0.1 ms for it.
+    """Return width, height and components (1 or 3) of a usual JPEG. Pillow would take 0.1 ms for it.
 
-    Its segments follow each other without a byte between them up to the first scan, and one of them is a frame of 8
-    bits, of a size that is not told later. None: it is another one, or none.
+    In a usual JPEG the segments follow each other without a gap up to the first scan. One of them is a frame of 8 bits
+    with its size. None: the file is not a usual JPEG.
     """
     found: tuple[int, int, int] | None = None
     for kind, start, end in _jpeg_segments(data):
         if kind == _JPEG_SCAN:
             return found
         if kind in _JPEG_USUAL_FRAMES and found is None:
-            if (found := _usual_frame(data[start:end])) is None:
+            if (found := _frame_size(data[start:end])) is None:
                 break
         elif kind not in _JPEG_USUAL_TABLES:
             break
@@ -73,10 +73,10 @@ def plain_jpeg(data: bytes) -> tuple[int, int, int] | None:
 
 
 def whole_jpeg(data: bytes) -> bool:
-    """Whether a JPEG has what its pixels are decoded with, and its last marker at most some stray bytes before its end.
+    """Whether a JPEG has its decoding tables and its end marker, with at most some stray bytes behind it.
 
-    Coded data never hold that marker (ITU-T T.81, B.1.1.5): without it a file was cut off. What has more behind it, or
-    leaves its tables to whoever decodes it, counts as not whole.
+    Coded data never contain that marker (ITU-T T.81, B.1.1.5), so a file without it was cut off. A file with more bytes
+    behind it, or without its tables, counts as incomplete.
     """
     if data.rfind(bytes((0xFF, _JPEG_END)), max(0, len(data) - _JPEG_TAIL)) < 0:
         return False
@@ -84,7 +84,7 @@ def whole_jpeg(data: bytes) -> bool:
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Kind, begin and end of what each segment of a JPEG holds, while they follow each other, to the first scan."""
+    """Yield kind, begin and end of the content of each segment of a JPEG, up to the first scan or gap."""
     position = 2 if data.startswith(b"\xff\xd8") else len(data)
     while position + 4 <= len(data) and data[position] == 0xFF:
         kind, length = data[position + 1], int.from_bytes(data[position + 2 : position + 4], "big")
@@ -95,12 +95,12 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def plain_webp(data: bytes) -> tuple[int, int, bool] | None:
-    """Width, height and whether it has alpha, of a WebP of one chunk, without Pillow.
+    """Return width, height and whether it has alpha, for a WebP of one chunk, without Pillow.
 
-    Pillow 13 opens every WebP as a moving one: libwebp makes its whole canvas before a pixel is asked for, 196 MB and 1
-    to 2 ms for 49 megapixels. None: it has metadata, moves, is not whole, or is none.
+    Pillow 13 opens every WebP as an animation. libwebp allocates its whole canvas before a pixel is read: 196 MB and 1
+    to 2 ms for 49 megapixels. None: the file has metadata, is animated, incomplete, or not a WebP.
 
-    The layouts are those of RFC 9649, section 2.5 and 3.1, and of RFC 6386, section 9.1.
+    The layouts are in RFC 9649, section 2.5 and 3.1, and RFC 6386, section 9.1.
     """
     size = int.from_bytes(data[16:20], "little")
     whole = len(data) >= 30 and len(data) == 20 + size + size % 2 == 8 + int.from_bytes(data[4:8], "little")
@@ -115,8 +115,8 @@ def plain_webp(data: bytes) -> tuple[int, int, bool] | None:
     return None
 
 
-def _usual_frame(frame: bytes) -> tuple[int, int, int] | None:
-    """Width, height and components of a frame's header; None: it has more than 8 bits, no size or other components."""
+def _frame_size(frame: bytes) -> tuple[int, int, int] | None:
+    """Return width, height and components of a frame header. None: more than 8 bits, no size, or other components."""
     if len(frame) < 6:
         return None
     bits, height, width, components = struct.unpack_from(">BHHB", frame)
@@ -125,15 +125,15 @@ def _usual_frame(frame: bytes) -> tuple[int, int, int] | None:
 
 
 def _check_jpeg(data: bytes, budget: Budget) -> None:
-    """Bound a JPEG's segments before its first scan, and its scans.
+    """Limit a JPEG's segments before its first scan, and its scans.
 
     Raises:
-        ImageError: 413, there are more than anybody writes.
+        ImageError: status 413, there are more than in any real image.
     """
     position = 2
     segments = stray = scans = components = 0
     progressive, metadata = False, _JpegMetadata()
-    # Before the first scan it looks no further than what may be stray.
+    # Before the first scan the search ends at the limit for stray bytes.
     while marker := _JPEG_MARKER.search(data, position, len(data) if scans else position + _JPEG_STRAY_BYTES + 2):
         kind = marker[1][0]
         segments += 1
@@ -145,7 +145,7 @@ def _check_jpeg(data: bytes, budget: Budget) -> None:
         position = marker.end()
         if kind == _JPEG_END and scans:
             return
-        if kind in (_JPEG_START, _JPEG_END, _JPEG_TEMPORARY):  # they have no length
+        if kind in (_JPEG_START, _JPEG_END, _JPEG_TEMPORARY):  # these have no length
             continue
         if kind in _JPEG_FRAMES:
             progressive = kind in _JPEG_PROGRESSIVE
@@ -165,7 +165,7 @@ def _check_jpeg(data: bytes, budget: Budget) -> None:
 
 
 class _JpegMetadata:
-    """What a JPEG has before its first scan that Pillow takes apart in Python."""
+    """Counts the segments before a JPEG's first scan that Pillow parses in Python."""
 
     def __init__(self) -> None:
         self._exif = self._parsed = 0
@@ -174,7 +174,7 @@ class _JpegMetadata:
         """Count a segment.
 
         Raises:
-            ImageError: 413, there is more than anybody writes.
+            ImageError: status 413, there is more than in any real image.
         """
         if kind == _JPEG_EXIF and content.startswith(b"Exif\0\0"):
             self._exif += len(content)
@@ -188,10 +188,10 @@ class _JpegMetadata:
 
 
 def _check_png(data: bytes) -> None:
-    """Bound a PNG's chunks, and those that Pillow inflates while it opens the file.
+    """Limit a PNG's chunks, and those that Pillow inflates when it opens the file.
 
     Raises:
-        ImageError: 413, there are more than anybody writes.
+        ImageError: status 413, there are more than in any real image.
     """
     position = 8
     chunks = pixel_chunks = compressed = 0
@@ -216,10 +216,10 @@ def _check_png(data: bytes) -> None:
 
 
 def _check_gif(data: bytes) -> None:
-    """Bound what a GIF has before its first image: comments and other extensions, and bytes that are nothing.
+    """Limit the data before a GIF's first image: comments and other extensions, and stray bytes.
 
     Raises:
-        ImageError: 413, there is more than anybody writes.
+        ImageError: status 413, there is more than in any real image.
     """
     position = 13 + (3 << (data[10] & 7) + 1 if data[10:11] > b"\x7f" else 0)
     blocks = 0

@@ -1,8 +1,7 @@
-"""Bounds what the directories of a TIFF hold; EXIF is one, too.
+"""Limits the contents of a TIFF's directories. EXIF data are such directories too.
 
-Pillow 13 makes a Python object of each number in a directory, and has Python's lock meanwhile: 0.7 s for a megabyte of
-rationals. libtiff (4.7) reads each strip from where the directory says that it lies, the same bytes as often as that is
-said.
+Pillow 13 creates a Python object for each number in a directory while it holds Python's lock: 0.7 s for a megabyte of
+rationals. libtiff (4.7) reads each strip where the directory says, also the same bytes many times.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ import numpy as np
 from ..errors import ImageError
 
 _MOST_TAGS = 4096
-_MOST_PARTS = 32_768  # strips or tiles; 10 s for a million
+_MOST_PARTS = 32_768  # strips or tiles; a million takes 10 s
 _MOST_NUMBERS = 16_384
 _MOST_DIRECTORIES = 8
 
-_PLACES, _SIZES = (273, 324), (279, 325)  # of strips, and of tiles: where they begin, and their bytes
+_PLACES, _SIZES = (273, 324), (279, 325)  # where strips and tiles begin, and their bytes
 _READ = (274, 282, 283, 296)  # orientation, and resolution with its unit
-_INNER = (34665, 34853, 40965)  # EXIF's own directory, that of GPS and that of interoperability: Pillow reads them
-# Bytes of a number by its type (TIFF 6.0, section 2, and BigTIFF). What is bytes or text stays so.
+_INNER = (34665, 34853, 40965)  # the directories of EXIF, GPS and interoperability, which Pillow reads
+# Bytes of a number by its type (TIFF 6.0, section 2, and BigTIFF). Bytes and text become no numbers.
 _WIDTHS = {3: 2, 4: 4, 5: 8, 6: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}
 
 
 def check_exif(data: bytes) -> None:
-    """See that Pillow reads an image's orientation and resolution from EXIF in milliseconds; it reads nothing else.
+    """Check that Pillow reads orientation and resolution from EXIF within milliseconds. It reads nothing else.
 
-    What is broken passes: Pillow will say so.
+    Broken data pass, because Pillow will report them.
 
     Raises:
-        ImageError: with status 413, it holds more than anybody writes.
+        ImageError: status 413, there is more than in any real image.
     """
     file = _File.of(data.removeprefix(b"Exif\0\0"))
     if file is not None:
@@ -42,12 +41,12 @@ def check_exif(data: bytes) -> None:
 
 
 def check_tiff(data: bytes) -> None:
-    """Bound the first directory of a TIFF and those inside it: tags, numbers, strips and tiles, and the bytes of these.
+    """Limit the first directory of a TIFF and those inside it: tags, numbers, strips and tiles, and the bytes of these.
 
-    What is broken passes: a decoder will say so.
+    Broken files pass, because a decoder will report them.
 
     Raises:
-        ImageError: with status 413, there is more than anybody writes.
+        ImageError: status 413, there is more than in any real image.
     """
     if (file := _File.of(data)) is None:
         return
@@ -76,7 +75,7 @@ def _check_numbers(numbers: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class _File:
-    """A TIFF as `struct` reads it: the order of its bytes, whether it is a BigTIFF, and where its directory begins."""
+    """A TIFF as `struct` reads it: its byte order, whether it is a BigTIFF, and the position of its first directory."""
 
     data: bytes
     order: str
@@ -85,19 +84,19 @@ class _File:
 
     @classmethod
     def of(cls, data: bytes) -> _File | None:
-        """None: it ends within."""
+        """Read the header of a TIFF. None: the data end within it."""
         order = ">" if data.startswith(b"MM") else "<"
-        big = data[2:3] == b"\x2b"  # as Pillow knows it
+        big = data[2:3] == b"\x2b"  # Pillow's own test
         try:
             return cls(data, order, big, *struct.unpack_from(order + ("8xQ" if big else "4xL"), data))
         except struct.error:
             return None
 
     def entries(self, position: int, what: str) -> Iterator[tuple[int, int, int, int]]:
-        """Tag, type, count and value (or where the values are) of each entry of a directory, as far as it is there.
+        """Yield tag, type, count and value (or its position) of each complete entry of a directory.
 
         Raises:
-            ImageError: 413, it has more than anybody writes.
+            ImageError: status 413, there are more than in any real image.
         """
         number, entry = ("Q", "HHQQ") if self.big else ("H", "HHLL")
         try:
@@ -111,7 +110,7 @@ class _File:
         yield from struct.iter_unpack(self.order + entry, self.data[begin : begin + there * size])
 
     def sum_of(self, kind: int, count: int, value: int) -> int:
-        """The sum of ``count`` whole numbers at ``value``; 0 where they are few enough to stand in the entry itself."""
+        """Return the sum of ``count`` whole numbers at ``value``. 0 for the few that fit into the entry itself."""
         width = _WIDTHS.get(kind, 0)
         if kind not in (3, 4, 16) or width * count <= (8 if self.big else 4):
             return 0

@@ -1,4 +1,4 @@
-"""A file in memory that is read for a limited time: ends a decoder that goes on and on within one image."""
+"""A file in memory with a time limit for its reader. It ends a decoder that takes too long for one image."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import time
 
 from ..errors import ImageError
 
-# Looking at the clock is a system call, and a decoder in Python reads two bytes at a time.
+# Reads between two looks at the clock. Each look is a system call, and a decoder in Python reads two bytes at a time.
 _READS = 16
 
 
 class TimedFile(io.BytesIO):
-    """An encoded image that refuses to be read once its thread has computed for too long.
+    """An encoded image that can no longer be read once its thread has computed for too long.
 
-    Pillow's decoders ask for a file piece by piece, those in Python too, so that this bounds each of them, whatever
-    the file makes it do. It counts the processor time of the reading thread: a busy machine is not the image's fault.
-    Decoders in C that are given the whole file (libjpeg-turbo by torchvision, libwebp, libtiff) are not ended: what
-    bounds those is known from the file's parts (see `structure` and `headers`).
+    Pillow's decoders, also those in Python, read a file piece by piece, so this limits each of them. Only the processor
+    time of the reading thread counts, because a busy machine is not the image's fault. C decoders that get the whole
+    file at once are not stopped (libjpeg-turbo in torchvision, libwebp, libtiff). `structure` and `headers` limit those
+    by the file's parts.
 
     Args:
         data: the encoded image.
-        seconds: of processor time from now.
+        seconds: limit in seconds of processor time, from now.
     """
 
     def __init__(self, data: bytes, seconds: float) -> None:
@@ -31,10 +31,10 @@ class TimedFile(io.BytesIO):
         self._reads = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As of any file.
+        """Read bytes like any file.
 
         Raises:
-            ImageError: with status 413, the time is over.
+            ImageError: status 413, the time is over.
         """
         self._reads += 1
         if self._reads % _READS == 0 and time.thread_time() > self._ends:

@@ -1,4 +1,5 @@
-"""Model files of each format, opened only after they were found to be nothing but weights and known operators.
+"""Model files of each format. A file is opened only if it has nothing but weights and known operators.
 
-In: a file that the card names. Does: checks it before a library runs anything of it. Out: a program, script or session.
+Input: a file that the card names. Work: check it before a library runs anything of it. Output: a program, script or
+session.
 """

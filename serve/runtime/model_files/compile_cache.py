@@ -1,8 +1,8 @@
-"""Where what was compiled for this machine is kept: in the user's cache, never in an artifact.
+"""The cache of compiled code for this machine, in the user's cache folder, never in an artifact.
 
-It is native code, or Java's, which is loaded without a question. So nobody but the user may write here, and each file
-that we load is checked against the SHA-256 that was recorded when it was made (`kept`). TensorRT's are read by ONNX
-Runtime itself: those have no recorded hash, and only the folder keeps others from them.
+It holds native code or Java's, which is loaded without a question. So only the user may write here. Each file that the
+project loads is checked against the SHA-256 recorded at its creation (`kept`). TensorRT's files have no recorded hash,
+because ONNX Runtime reads them itself. Only the folder's mode protects them.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _KEY_FILE = "key.json"
 
 
 def cache_folder(kind: str, key: Mapping[str, Any]) -> Path:
-    """The private folder of what was compiled under a key; it is made if there is none.
+    """Return the private folder for compiled code with a key. It is created if it does not exist.
 
     Args:
-        kind: what is kept, such as ``inductor``.
+        kind: kind of content, for example ``inductor``.
         key: everything that the compiled code depends on, as JSON values.
 
     Raises:
-        EngineError: the folder, or the project's own above it, is not the user's alone.
+        EngineError: the folder, or the project's own above it, is not private to the user.
     """
     document = json.dumps(key, sort_keys=True, separators=(",", ":")).encode()
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        # A relative path is to be ignored (XDG Base Directory Specification).
+        # A relative path must be ignored (XDG Base Directory Specification).
         folder = Path(base) if base.startswith("/") else Path.home() / ".cache"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Not in the folder of the project's other caches, which need not be private.
@@ -48,8 +48,8 @@ def cache_folder(kind: str, key: Mapping[str, Any]) -> Path:
             folder = folder / name
             folder.mkdir(mode=0o700, exist_ok=True)
             _check_private(folder)
-        (folder / _KEY_FILE).write_bytes(document + b"\n")  # for whoever looks; nothing reads it
-    except (OSError, RuntimeError) as error:  # no home, or one that cannot be written
+        (folder / _KEY_FILE).write_bytes(document + b"\n")  # for a curious person; the code never reads it
+    except (OSError, RuntimeError) as error:  # no home folder, or one that cannot be written
         raise EngineError(
             f"there is no place for compiled code: {first_line(error)}; name a folder of yours in XDG_CACHE_HOME"
         ) from None
@@ -70,15 +70,15 @@ def _check_private(path: Path) -> None:
 
 
 def kept(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
-    """A file of a cache folder, made if it is not there or was changed; two processes do not make it at once.
+    """Return a file of a cache folder. It is created if it is missing or was changed, by one process at a time.
 
     Args:
         folder: from `cache_folder`.
-        name: the file's.
-        make: writes the file to the path that it is given, whose ending is that of ``name``.
+        name: name of the file.
+        make: writes the file to the given path, which has the ending of ``name``.
 
     Returns:
-        The file, whose SHA-256 is the recorded one.
+        The file. Its SHA-256 is the recorded one.
     """
     path, record = folder / name, folder / f"{name}.sha256"
     with _locked(folder):
@@ -98,12 +98,12 @@ def kept(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     with (folder / "lock").open("w", encoding="ascii") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)  # ends with the process that holds it
+        fcntl.flock(stream, fcntl.LOCK_EX)  # released when the process ends
         yield
 
 
 def device_key(device: torch.device) -> dict[str, str]:
-    """What compiled code depends on of the device that it was compiled for."""
+    """Return the properties of a device that compiled code depends on."""
     import torch  # not above: who starts TorchServe needs none of it
 
     if device.type == "cuda":
@@ -120,7 +120,7 @@ def device_key(device: torch.device) -> dict[str, str]:
 
 @functools.cache
 def _processor() -> dict[str, str]:
-    """The processor's name, and a digest of its instruction sets: code is compiled for all of them."""
+    """Return the processor's name and a digest of its instruction sets, because compiled code may use all of them."""
     import torch
 
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,8 +1,8 @@
-"""Runs what AOTInductor compiled in a process of its own first: native code that crashes ends that one.
+"""Runs code that AOTInductor compiled in a separate process first, so that a crash ends only that process.
 
-Seen on a GPU's host with torch 2.11 and ``CXX`` set to a compiler of another C++ library than the system's: each
-package crashed in torch's own reading of the device's name (``std::regex``), and took with it whoever opened it.
-Compiled by the system's own ``g++`` a package ran there.
+Seen on a GPU's host with torch 2.11 and ``CXX`` set to a compiler with another C++ library than the system's. Each
+package crashed where torch parses the device's name (``std::regex``), and ended the process that opened it. Packages
+compiled by the system's own ``g++`` worked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import EngineError
 
 _TIMEOUT_S = 600
 
-# It imports nothing of ours: what it runs is all that it is asked for.
+# It imports nothing of the project: it only has to run a package.
 _CHILD = """
 import sys
 import torch
@@ -36,13 +36,13 @@ with torch.no_grad():
 
 
 def run_isolated(package: Path, index: int, batches: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-    """Logits ``(N, classes)``, on the host, that a compiled network gives for batches in another process.
+    """Run a compiled network on batches in another process. Return the logits ``(N, classes)`` on the host.
 
     Args:
-        package: what AOTInductor wrote.
-        index: of the CUDA device that it was compiled for; -1: the CPU.
+        package: file written by AOTInductor.
+        index: index of the CUDA device that it was compiled for. -1: the CPU.
         batches: ``(N, C, H, W)`` each, on the host.
-        name: what was compiled, for messages.
+        name: the network's name, for messages.
 
     Raises:
         EngineError: the process crashed, failed, or took longer than ten minutes.
@@ -67,6 +67,6 @@ def run_isolated(package: Path, index: int, batches: Sequence[torch.Tensor], nam
 
 
 def _other_compiler() -> str:
-    """What may help where the environment names the compiler; empty: it does not."""
+    """Return a hint if the environment names the compiler. Empty: it does not."""
     named = os.environ.get("CXX")
     return f"; CXX={named} compiled it: try the system's own compiler, CXX=/usr/bin/g++" if named else ""

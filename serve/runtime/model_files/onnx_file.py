@@ -1,8 +1,8 @@
-"""Finds what an ONNX graph reaches beyond itself, without the ``onnx`` library, which no archive needs.
+"""Finds what an ONNX graph loads from outside, without the ``onnx`` library, which no archive needs.
 
-ONNX Runtime 1.31 reads such files wherever they lie in the model's folder (older ones anywhere), and a file that
-the card does not name has not been checked by anybody. Its ``EPContext`` nodes hold, or name, what a provider has
-compiled before (a TensorRT engine), which is loaded as it is: native code by another name.
+ONNX Runtime 1.31 reads external tensor files anywhere in the model's folder, older versions anywhere. A file that the
+card does not name was never checked. ``EPContext`` nodes hold or name code that a provider compiled before (a TensorRT
+engine). It is loaded unchecked, like any native code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from ..card.card import Card
 from ..errors import EngineError
 
-# Message → number of a field → the message in it, from onnx.proto (IR version 10): the ways to a TensorProto.
+# Message → number of a field → the message in it, from onnx.proto (IR version 10): all paths to a TensorProto.
 _FIELDS = {
     "Model": {7: "Graph", 20: "Training", 25: "Function"},
     "Training": {1: "Graph", 2: "Graph"},
@@ -27,11 +27,11 @@ _FIELDS = {
     "Entry": {},
 }
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_DEPTH = 200  # graphs in nodes in graphs
-_OPERATOR = 4  # the number of a Node's op_type
+_DEPTH = 200  # of graphs nested in nodes
+_OPERATOR = 4  # the field number of a Node's op_type
 _COMPILED = b"EPContext"
 
-#: A graph of one negation of one float, as ``onnx`` 1.23 writes it: to see whether an engine opens anything at all.
+#: A graph that negates one float, as ``onnx`` 1.23 writes it. It shows whether an engine can open anything.
 TINY_GRAPH = (
     b'\x08\x08:5\n\x0b\n\x01x\x12\x01y"\x03Neg\x12\x04tinyZ\x0f\n\x01x\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01'
     b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\r"
@@ -39,10 +39,10 @@ TINY_GRAPH = (
 
 
 def check_graph(path: Path, card: Card) -> None:
-    """Refuse an ONNX file that reads what its card does not name, or brings what was compiled elsewhere.
+    """Refuse an ONNX file that reads files which its card does not name, or contains compiled code.
 
     Raises:
-        EngineError: a tensor lies in another file, a node is compiled code, or the file is not an ONNX graph.
+        EngineError: a tensor is in another file, a node is compiled code, or the file is not an ONNX graph.
     """
     try:
         for location in _findings(path):
@@ -61,7 +61,7 @@ def check_graph(path: Path, card: Card) -> None:
 
 
 def external_files(path: Path) -> Iterator[str]:
-    """The locations of tensors that are kept outside the graph's file, as they are written there.
+    """Return the locations of tensors outside the graph's file, as written there.
 
     Raises:
         ValueError: the file is not a protocol buffer of an ONNX model.
@@ -70,8 +70,8 @@ def external_files(path: Path) -> Iterator[str]:
 
 
 def _findings(path: Path) -> Iterator[str | None]:
-    """As `external_files`; and None for each node that is compiled code."""
-    # Mapped: of the weights only the lengths are touched.
+    """Yield the `external_files`, and None for each node with compiled code."""
+    # Memory-mapped: the weights are skipped by their lengths.
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         yield from _found(data, 0, len(data), "Model", 0)
 
@@ -92,7 +92,7 @@ def _found(data: mmap.mmap, start: int, end: int, message: str, depth: int) -> I
 
 
 def _messages(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The number and the span of each length-delimited field of a message."""
+    """Yield the number and the span of each length-delimited field of a message."""
     position = start
     while position < end:
         tag, position = _varint(data, position, end)

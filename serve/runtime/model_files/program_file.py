@@ -1,11 +1,16 @@
-"""Opens ``torch.export`` programs (``.pt2``) that are nothing but weights and a graph of known operators.
+"""Opens ``torch.export`` programs (``.pt2``) that have nothing but weights and a graph of known operators.
 
-``torch.export.load`` (2.11 to 2.14) trusts its file: records that say ``use_pickle``, example inputs and custom
-objects are unpickled, ``data/aotinductor`` is native code that it loads, sizes go through ``sympy.sympify`` (which
-is ``eval``), ``guards_code`` and the names of nodes and arguments become Python source that is executed, an
-operator is any attribute that can be reached from ``torch`` (``torch.os.system``), and a ``defaultdict`` in a tree
-spec imports the module that it names. So everything in the file is checked first, by what is allowed: the records
-that `torch.export.save` writes of a plain program, and in them only strings that cannot be more than names.
+``torch.export.load`` (2.11 to 2.14) trusts its file in many ways:
+
+- It unpickles records that say ``use_pickle``, example inputs and custom objects.
+- It loads native code from ``data/aotinductor``.
+- It evaluates sizes by ``sympy.sympify``, which is ``eval``.
+- It executes Python source made of ``guards_code`` and the names of nodes and arguments.
+- It accepts as an operator any attribute that can be reached from ``torch`` (``torch.os.system``).
+- It imports the module that a ``defaultdict`` in a tree spec names.
+
+So everything in the file is checked first against a list of what is allowed. Allowed are the records that
+`torch.export.save` writes for a plain program, and in them only strings that can be nothing but names.
 """
 
 from __future__ import annotations
@@ -34,12 +39,12 @@ _WEIGHTS = "data/weights/model_weights_config.json"
 _CONSTANTS = "data/constants/model_constants_config.json"
 _EXAMPLES = "data/sample_inputs/model.pt"
 
-# Record → what it must hold; None: checked further below, or (the identity) read by nobody.
+# Record → its required content. None: it is checked further below, or (the identity) nobody reads it.
 _RECORDS: dict[str, bytes | None] = {
     _MODEL: None,
     _WEIGHTS: None,
     _CONSTANTS: None,
-    # Written also when there are none. What lies here is unpickled, since 2.9 after a first try without.
+    # Written even if there are none. torch unpickles this record, since 2.9 after a first try without pickle.
     _EXAMPLES: b"",
     "archive_format": b"pt2",
     "archive_version": b"0",
@@ -57,7 +62,7 @@ _OPENING = threading.RLock()
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PATH = re.compile(r"((?!__)[A-Za-z0-9_\-]+([.@](?!__)[A-Za-z0-9_\-]+)*)?")
 _LINE = re.compile(r"[ -~]*")
-#: What a string may be, by the key that it stands under; under any other key it is a name or empty.
+#: Allowed strings by their key. Under any other key a string must be a name or empty.
 _STRINGS = {
     "parameter_name": _PATH,
     "buffer_name": _PATH,
@@ -66,17 +71,17 @@ _STRINGS = {
     "as_float": re.compile(r"-?Infinity|NaN"),
     "as_string": re.compile(r"[A-Za-z0-9_ ,.:>\-]*"),  # an equation of einsum, a mode of pad
     "torch_version": re.compile(r"[0-9A-Za-z.+\-]*"),
-    "nn_module_stack": _LINE,  # kept beside the node and compared; no source is made of these two
+    "nn_module_stack": _LINE,  # stored beside the node and compared; never turned into source, like the next
     "torch_fn": _LINE,
 }
-#: Parts of a program that ours do not have.
+#: Parts of a program that this project never writes.
 _FOREIGN = frozenset({"as_custom_obj", "custom_obj", "as_operator", "constant_input", "stack_trace", "from_node"})
 _EMPTY = frozenset({"guards_code", "custom_obj_values", "treespec_namedtuple_fields"})
 
 _OPERATOR = re.compile(r"torch\.ops\.(aten|quantized_decomposed|torchvision)\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
-#: ATen operators that reach files.
+#: ATen operators that access files.
 _OPERATORS_REFUSED = frozenset({"from_file", "save"})
-#: Arithmetic on sizes, and the blocks that ``torch.no_grad``, ``torch.autocast`` and ``torch.cond`` become.
+#: Arithmetic on sizes, and the blocks for ``torch.no_grad``, ``torch.autocast`` and ``torch.cond``.
 _FUNCTION = re.compile(
     r"_operator\.(add|sub|mul|floordiv|truediv|mod|neg|pos|eq|ne|lt|le|gt|ge|and_|or_|not_)|math\.(ceil|floor|trunc)"
     r"|torch\.sym_(float|int|max|min|not|ite)"
@@ -85,7 +90,7 @@ _FUNCTION = re.compile(
 
 _EXPRESSION = re.compile(r"[A-Za-z0-9_'(), =\-]{1,4096}")
 _SYMBOL = re.compile(r"[A-Za-z]+[0-9]+")
-#: Functions of a size's expression. No powers: a tower of them never ends.
+#: Functions in a size's expression. Powers are not allowed: a tower of them never ends.
 _TERM = re.compile(
     "Integer|Rational|Add|Mul|Max|Min|Abs|Mod|FloorDiv|CeilDiv|CleanDiv|PythonMod|ModularIndexing|IntTrueDiv|ToFloat"
     "|FloorToInt|CeilToInt|TruncToInt|RoundToInt|Identity|Equality|Unequality|LessThan|GreaterThan|StrictLessThan"
@@ -94,18 +99,18 @@ _TERM = re.compile(
 
 
 def load_program(path: Path) -> torch.export.ExportedProgram:
-    """Read a program after `check_program`; the only way in which this project opens one.
+    """Load a program after `check_program`. The project opens programs only in this way.
 
     Raises:
         EngineError: the file is refused, or torch cannot read it.
     """
     check_program(path)
-    # Not torch.export.load: where this fails, that goes on with the format of torch 2.7 and its pickles.
+    # Not torch.export.load: if this fails, that tries the format of torch 2.7 with its pickles.
     from torch.export.pt2_archive._package import load_pt2
 
     try:
         with _types_read_once(), warnings.catch_warnings():
-            # torch 2.11 makes tensors of bytes that nobody writes to, and warns of it.
+            # torch 2.11 creates read-only tensors over bytes, and warns of that.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             return load_pt2(str(path)).exported_programs["model"]
     except Exception as error:
@@ -117,10 +122,10 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
 
 @contextlib.contextmanager
 def _types_read_once() -> Iterator[None]:
-    """Let torch know the types of a program's fields from before.
+    """Cache the types of a program's fields while torch reads it.
 
-    It works them out from their annotations for each node, argument and size of a graph anew (2.11 to 2.14): a third of
-    the time in which ResNet-50 opens. One thread opens at a time.
+    torch (2.11 to 2.14) evaluates their annotations again for each node, argument and size of a graph. That is a third
+    of the time to open ResNet-50. One thread opens at a time.
     """
     from torch._export.serde import schema, serialize
 
@@ -149,17 +154,17 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def program_on(path: Path, device: torch.device) -> torch.export.ExportedProgram:
-    """As `load_program`, with weights and constants on a device."""
+    """Load a program like `load_program`, with weights and constants on a device."""
     program = load_program(path)
     if device.type == "cpu":
         return program
     from torch.export.passes import move_to_device_pass
 
     if str(device) == "cuda":
-        # A program asserts the devices of what it converts, and "cuda" is not equal to the "cuda:0" of a tensor.
+        # A program asserts the devices of its conversions, and "cuda" is not equal to a tensor's "cuda:0".
         device = torch.device("cuda", torch.cuda.current_device())
     moved = move_to_device_pass(program, str(device))
-    # torch 2.11 to 2.14 rewrites the graphs and leaves the Python made of them as it was (pytorch 185105).
+    # torch 2.11 to 2.14 rewrites the graphs, but not the Python code generated from them (pytorch 185105).
     for module in moved.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             module.recompile()
@@ -167,26 +172,26 @@ def program_on(path: Path, device: torch.device) -> torch.export.ExportedProgram
 
 
 def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write an exported program without what does not belong into an artifact.
+    """Write an exported program without the parts that do not belong in an artifact.
 
-    ``torch.export.save`` (2.11 to 2.14) also writes the example inputs: images of the user's data, which at
-    224x224 pixels would be 600 kB each.
+    ``torch.export.save`` (2.11 to 2.14) also writes the example inputs. They are images of the user's data, at 224x224
+    pixels 600 kB each.
 
     Raises:
-        EngineError: `load_program` would refuse it.
-        OSError: it cannot be written.
+        EngineError: `load_program` would refuse the program.
+        OSError: the file cannot be written.
     """
-    for module in program.graph_module.modules():  # with the blocks under torch.no_grad and the like
+    for module in program.graph_module.modules():  # also the blocks under torch.no_grad and similar
         if isinstance(module, torch.fx.GraphModule):
-            module.meta.pop("custom", None)  # torch's remarks to its own compiler
+            module.meta.pop("custom", None)  # torch's notes for its own compiler
             for node in module.graph.nodes:
-                node.meta.pop("stack_trace", None)  # names the builder's source paths
-                node.meta.pop("from_node", None)  # and addresses in its memory, which differ from run to run
+                node.meta.pop("stack_trace", None)  # source paths of the machine that built it
+                node.meta.pop("from_node", None)  # memory addresses, which differ in each run
                 node.meta.pop("custom", None)
     program.example_inputs = None
-    # Python source that `ExportedProgram.module` executes; the input's shape is checked without it.
+    # Python source that `ExportedProgram.module` executes. The input's shape is checked without it.
     program._guards_code = []
-    memory = io.BytesIO()  # torch's own writer (2.14) ends the process where the disk is full
+    memory = io.BytesIO()  # torch's own writer (2.14) ends the process if the disk is full
     torch.export.save(program, memory)
     path.write_bytes(memory.getbuffer())
     check_program(path)
@@ -195,10 +200,10 @@ def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
 def check_program(path: Path) -> None:
     """Refuse a ``.pt2`` file that could do more on loading than become a graph and its weights.
 
-    The operators themselves are torch's: what a graph computes, and how much memory it takes to do so, is not judged.
+    The operators are torch's own. What the graph computes, and how much memory that takes, is not checked.
 
     Raises:
-        EngineError: the file holds anything that is not known to be harmless, which the message names.
+        EngineError: the file has something that is not known to be harmless. The message names it.
     """
     records = open_records(path)
     try:
@@ -223,7 +228,7 @@ def _json(records: Records, name: str) -> Any:
 
 
 def _payloads(records: Records, config: str) -> Iterator[str]:
-    """The records of tensors that a configuration names, each of them plain bytes."""
+    """Yield the tensor records that a configuration names. Each must be plain bytes."""
     folder, pattern = _PAYLOADS[config]
     document = _json(records, config)
     tensors = document.get("config") if isinstance(document, dict) else None
@@ -243,7 +248,7 @@ def _payloads(records: Records, config: str) -> Iterator[str]:
 
 
 def _program_faults(program: Any) -> Iterator[str]:
-    """What a program's document holds that ours do not, beginning with what `_faults` cannot see."""
+    """Yield the parts of a program's document that are not allowed, first those that `_faults` cannot see."""
     module = program.get("graph_module") if isinstance(program, dict) else None
     graph = module.get("graph") if isinstance(module, dict) else None
     signature = module.get("signature") if isinstance(module, dict) else None
@@ -267,14 +272,14 @@ def _list(value: Any) -> list[Any]:
 
 
 def _faults(value: Any, key: str) -> Iterator[str]:
-    """Everything in a JSON value that is not allowed where it stands; ``key`` is the nearest key above it."""
+    """Yield everything in a JSON value that is not allowed there. ``key`` is the closest key above it."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name in _FOREIGN:
                 yield f"its graph has {name}"
             elif name in _EMPTY and item:
                 yield f"its {name} is not empty"
-            # Tensors of the state are named by their modules, operator sets and symbols by short names.
+            # Tensors are named by their modules, operator sets and symbols by short names.
             elif not _NAME.fullmatch(name):
                 yield f"its graph has the name {name[:80]!r}"
             else:
@@ -299,7 +304,7 @@ def _string_fault(text: str, key: str) -> str | None:
 
 
 def _is_operator(target: str) -> bool:
-    """Whether a node's target is an operator of torch's, not merely something that can be called."""
+    """Whether a node's target is an operator of torch, not just something callable."""
     if _FUNCTION.fullmatch(target):
         return True
     found = _OPERATOR.fullmatch(target)
@@ -308,12 +313,12 @@ def _is_operator(target: str) -> bool:
     try:
         resolved = getattr(getattr(getattr(torch.ops, found[1]), found[2]), found[3])
     except (AttributeError, RuntimeError):
-        return True  # of a library that is not loaded: torch will say so
+        return True  # from a library that is not loaded: torch will report it
     return isinstance(resolved, torch._ops.OpOverload)
 
 
 def _is_expression(text: str) -> bool:
-    """Whether a size is one that sympy prints, such as ``Mul(Integer(2), Symbol('s77', positive=True))``."""
+    """Whether a size has the form that sympy prints, for example ``Mul(Integer(2), Symbol('s77', positive=True))``."""
     if not _EXPRESSION.fullmatch(text):
         return False
     try:
@@ -345,7 +350,7 @@ def _is_term(node: ast.expr) -> bool:
 
 
 def _is_plain_tree(text: str) -> bool:
-    """Whether a tree spec is of tuples, lists, dictionaries with names as keys, and leaves."""
+    """Whether a tree spec has only tuples, lists, dictionaries with names as keys, and leaves."""
     try:
         version, tree = json.loads(text)
     except (ValueError, TypeError):

@@ -1,9 +1,9 @@
-"""Checks TorchScript files (``.pt``) before ``torch.jit.load``, which runs code of the file's own.
+"""Checks TorchScript files (``.pt``) before ``torch.jit.load``, which runs code from the file.
 
-Their pickles are harmless: torch reads them with an unpickler in C++ that makes tensors, containers and
-TorchScript's own classes and nothing else ("Unknown type name 'posix.system'"). Their *code* is not: a class's
-``__setstate__`` is called while the file is loaded, and TorchScript has operators that write and map files
-(``torch.save``, ``torch.from_file``: seen in 2.14). So the code is read first.
+Their pickles are harmless. torch reads them with an unpickler in C++ that makes only tensors, containers and
+TorchScript's own classes ("Unknown type name 'posix.system'"). Their *code* is not harmless. A class's ``__setstate__``
+is called while the file loads, and TorchScript has operators that write and map files (``torch.save``,
+``torch.from_file``: seen in 2.14). So the code is checked first.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _RECORDS = re.compile(
     r"(data|constants|traced_inputs)(\.pkl|/[0-9]+)|version|byteorder|\.data/(version|serialization_id)"
     r"|code/[A-Za-z0-9_/]+\.py(\.debug_pkl)?"
 )
-#: Operators that reach files.
+#: Operators that access files.
 _OPERATORS_REFUSED = frozenset({"save", "from_file", "load_tensor"})
-#: Where other operators may come from; ``torch.…`` is ATen's.
+#: Allowed namespaces of other operators. ``torch.…`` is ATen's.
 _OPERATORS = frozenset({"aten", "prim", "quantized", "quantized_decomposed", "mkldnn", "prepacked", "torchvision"})
-#: Classes in C++: packed weights.
+#: Allowed C++ classes: packed weights.
 _CLASSES = frozenset({"quantized", "rnn", "mkldnn"})
 _GLOBALS = re.compile(
     r"__torch__(?!\.torch\.classes\.)[A-Za-z0-9_.]* [A-Za-z0-9_]+"
@@ -39,7 +39,7 @@ _GLOBALS = re.compile(
 
 
 def load_script(path: Path, device: torch.device) -> Any:
-    """Read a TorchScript module after `check_script`, in eval mode on ``device``.
+    """Load a TorchScript module after `check_script`, in eval mode on ``device``.
 
     Raises:
         EngineError: the file is refused, or torch cannot read it.
@@ -54,10 +54,10 @@ def load_script(path: Path, device: torch.device) -> Any:
 
 
 def check_script(path: Path) -> None:
-    """Refuse a ``.pt`` file whose code could reach anything but tensors.
+    """Refuse a ``.pt`` file whose code could access anything but tensors.
 
     Raises:
-        EngineError: the file holds anything that is not known to be harmless, which the message names.
+        EngineError: the file has something that is not known to be harmless. The message names it.
     """
     records = open_records(path, compressed="code/")
     for name in sorted(records.names):
@@ -71,7 +71,7 @@ def check_script(path: Path) -> None:
 
 
 def _code_faults(records: Records, name: str) -> Iterator[str]:
-    """Code is written as Python, of which it is a part, with ``torch``, ``ops`` and ``__torch__`` as names."""
+    """Yield the faults in a code record: a subset of Python with the names ``torch``, ``ops`` and ``__torch__``."""
     try:
         tree = ast.parse(records.read(name).decode("ascii"))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -109,5 +109,5 @@ def _pickle_faults(records: Records, name: str) -> Iterator[str]:
                 yield f"has the instruction {code.name}"
             elif code.name == "GLOBAL" and not _GLOBALS.fullmatch(str(argument)):
                 yield f"names {str(argument)[:80]!r}"
-    except (ValueError, IndexError):  # genops reports what it cannot read so
+    except (ValueError, IndexError):  # genops raises these for an unreadable pickle
         yield "is not a whole pickle"

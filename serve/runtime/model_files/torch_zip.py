@@ -1,7 +1,7 @@
-"""The zip around torch's own files (``.pt2``, ``.pt``): opened only if every reader sees the same records in it.
+"""Checks the zip format of torch's files (``.pt2``, ``.pt``), so that every reader sees the same records.
 
-torch reads with miniz, Python with `zipfile`. Duplicate names, bytes before or behind the archive, two
-directories: each is a way to show the one something else than the other. Nothing that torch writes has them.
+torch reads with miniz, Python with `zipfile`. Duplicate names, bytes before or behind the archive and two directories
+are ways to show them different records. torch never writes such files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from ..errors import EngineError
 
-# Data descriptor and UTF-8 names: the only flags that torch's writer sets. Encryption is another.
+# Data descriptor and UTF-8 names: the only flags that torch's writer sets. Encryption would be another.
 _FLAGS = 0x0808
 _DESCRIPTORS = (0, 12, 16, 20, 24)  # bytes behind an entry's data, with and without signature and 64-bit sizes
 _LOCAL, _END = 30, 22  # bytes of a local header without its name, and of the end record
@@ -25,7 +25,7 @@ _RECORD = re.compile(r"[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)*")
 
 
 class Records:
-    """The records of a checked file, by the names that torch knows them by."""
+    """The records of a checked file, by torch's names for them."""
 
     def __init__(self, path: Path, names: frozenset[str], reader: torch._C.PyTorchFileReader) -> None:
         self.path = path
@@ -33,7 +33,7 @@ class Records:
         self._reader = reader
 
     def read(self, name: str) -> bytes:
-        """A record's bytes, as torch will read them.
+        """Return a record's bytes, exactly as torch will read them.
 
         Raises:
             EngineError: there is no such record.
@@ -45,19 +45,19 @@ class Records:
 
 
 def refused(path: Path, reason: str) -> EngineError:
-    """The error for a file that must not be loaded."""
+    """Return the error for a file that must not be loaded."""
     return EngineError(f"{path}: refused before it was loaded, because {reason}; this project writes no such file")
 
 
 def open_records(path: Path, compressed: str | None = None) -> Records:
-    """Check the structure of a zip file and list its records; nothing is unpickled or run.
+    """Check the structure of a zip file and list its records. Nothing is unpickled or run.
 
     Args:
         path: the file.
-        compressed: how the names of those records begin that may be compressed; None: none may.
+        compressed: prefix of the records that may be compressed. None: none may.
 
     Raises:
-        EngineError: it is not a zip file as torch writes it.
+        EngineError: the file is not a zip file as torch writes it.
     """
     try:
         with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
@@ -67,7 +67,7 @@ def open_records(path: Path, compressed: str | None = None) -> Records:
         seen = reader.get_all_records()
     except EngineError:
         raise
-    # zipfile raises BadZipFile, NotImplementedError, struct.error, UnicodeDecodeError …; torch RuntimeError
+    # zipfile raises BadZipFile, NotImplementedError, struct.error, UnicodeDecodeError …, torch RuntimeError.
     except Exception as error:  # noqa: BLE001
         raise refused(path, f"it is not a whole zip file ({_first_line(error)})") from None
     if sorted(seen) != sorted(names):
@@ -76,7 +76,7 @@ def open_records(path: Path, compressed: str | None = None) -> Records:
 
 
 def _names(path: Path, archive: zipfile.ZipFile, compressed: str | None) -> list[str]:
-    """The records' names without the folder that torch puts them all into."""
+    """Return the records' names without torch's top folder."""
     entries = archive.infolist()
     if not entries:
         raise refused(path, "it is empty")
@@ -94,14 +94,14 @@ def _names(path: Path, archive: zipfile.ZipFile, compressed: str | None) -> list
             raise refused(path, f"its record {name} is compressed")
         if entry.flag_bits & ~_FLAGS:
             raise refused(path, f"its record {name} has the flags {entry.flag_bits:#x}")
-    # miniz compares names without regard to case.
+    # miniz compares names without case.
     if len({name.lower() for name in names}) != len(names):
         raise refused(path, "two of its records have the same name")
     return names
 
 
 def _check_layout(path: Path, archive: zipfile.ZipFile) -> None:
-    """Entries one behind the other from byte 0, then one directory of them, then its end record, then nothing."""
+    """Check the layout: entries without gaps from byte 0, one directory of them, its end record, and nothing more."""
     stream = archive.fp
     assert stream is not None
     entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
@@ -132,7 +132,7 @@ def _check_layout(path: Path, archive: zipfile.ZipFile) -> None:
     signature, disk, first_disk, here, total, size, offset, comment = struct.unpack("<4s4H2IH", tail[-_END:])
     wide = len(tail) == _TAIL64
     counts, sizes, offsets = {len(entries)}, {position}, {archive.start_dir}
-    if wide:  # the short record may then say "see the wide one"
+    if wide:  # the short record may then refer to the wide one
         counts, sizes, offsets = counts | {0xFFFF}, sizes | {0xFFFFFFFF}, offsets | {0xFFFFFFFF}
     whole = signature == b"PK\5\6" and not (disk or first_disk or comment) and {here, total} <= counts
     whole = whole and size in sizes and offset in offsets
