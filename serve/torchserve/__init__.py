@@ -1,4 +1,4 @@
-"""TorchServe 0.12: its archives, its handler (which travels), its configuration, one server of it per store.
+"""TorchServe 0.12: archives, the handler inside them, configuration, and one server for each store.
 
-In: artifact folders and serving options. Does: packs, starts, watches, stops. Out: ``.mar`` files, an endpoint.
+Input: artifact folders and serving options. Work: pack, start, watch, stop. Output: ``.mar`` files, and an endpoint.
 """

@@ -1,4 +1,4 @@
-"""Packs an artifact folder into a TorchServe archive (``.mar``) that needs nothing of this project installed."""
+"""Packs an artifact folder into a TorchServe archive (``.mar``) that works without an installation of this project."""
 
 from __future__ import annotations
 
@@ -30,42 +30,43 @@ from serve.runtime.card.serving import SERVING_FILE, Serving, read_serving
 from serve.runtime.engines.base import chain_for, engines_for, execution_id, find_engine
 from serve.runtime.errors import CardError, UserError
 
-# What Python imports by its name, also if a card calls it the model file: the worker's path begins with the archive.
+# Files that Python could import, even if a card names one as the model file: the archive is first in the worker's path.
 _CODE = (".py", ".pyc", ".so")
 
-# What the handler imports of the package beside the runtime.
-_BESIDE_THE_HANDLER = ("__init__.py", "torchserve/__init__.py", "torchserve/metrics.py")
+# Modules beside the runtime that the handler imports.
+_HANDLER_MODULES = ("__init__.py", "torchserve/__init__.py", "torchserve/metrics.py")
 
 _CONFIG_HEAD = """\
 # What TorchServe reads of serving.json, which the handler obeys. Times are in seconds where not said otherwise; a
 # lone request waits the whole of maxBatchDelay, in ms. A batch is two of the network's.
 """
 
-# A worker is given nothing before all that it has is answered: of two batches it decodes one while it computes the
-# other. What that is worth, `make bench-serve` tells with another number here: the share of "in process, pipelined".
+# TorchServe gives a worker nothing until all its requests are answered. With two batches, the worker decodes one while
+# it computes the other. `make bench-serve` shows the gain for another number here: the share of "in process,
+# pipelined".
 _BATCHES_AT_ONCE = 2
 
 
 def build_archive(
     artifact_folder: Path, destination: Path, *, model_name: str, options: ServingOptions | None = None
 ) -> Path:
-    """Pack an artifact into ``destination``, atomically; the same artifact gives the same bytes.
+    """Pack an artifact into ``destination``, atomically. The same artifact gives the same bytes.
 
-    The archive holds the model file, its card (restricted to the files that travel), the class names,
-    the handler and the runtime, ``serving.json``, and of that what TorchServe itself reads; and ``known.json``, where
-    the folder has one.
+    The archive has the model file, its card (with only the packed files), the class names, the handler, the runtime and
+    ``serving.json``. TorchServe's own configuration is derived from ``serving.json``. ``known.json`` is packed if the
+    folder has one.
 
     Args:
-        artifact_folder: holds ``card.json`` and the files that it names, and perhaps how the artifact is served.
-        destination: the ``.mar`` to write; its folder is made.
-        model_name: the name that TorchServe serves it by.
-        options: how it is served otherwise than the folder says, or than is usual.
+        artifact_folder: has ``card.json``, the files that it names, and perhaps serving settings.
+        destination: the ``.mar`` to write. Its folder is created.
+        model_name: the model's name in TorchServe.
+        options: changes to the folder's serving settings, or to the defaults.
 
     Returns:
         ``destination``.
 
     Raises:
-        CardError: the folder is not a whole artifact.
+        CardError: the artifact is incomplete.
         UserError: ``model_name`` is not a legal name, the artifact cannot be served so, or ``destination`` cannot be
             written.
     """
@@ -86,7 +87,7 @@ def build_archive(
                 f"{artifact_folder / KNOWN_FILE}: has {len(known.logits)} logits for {len(card.classes)} classes"
             )
         packed[KNOWN_FILE] = known.text.encode()
-    # The card in the archive answers for everything else in it, too.
+    # The card in the archive also has the hashes of everything else in it.
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in packed.items()}
     entries: dict[str, bytes | Path] = {
         **{name: artifact_folder / name for name in travelling},
@@ -102,14 +103,14 @@ def build_archive(
 
 
 def foreign_parts(archive: OpenArchive, card: Card) -> list[str]:
-    """What in an archive TorchServe would run or obey and this installation would not pack there, by path.
+    """Return the paths of code or configuration in an archive that this installation would not pack.
 
     Args:
-        archive: has passed its `check`: its files have the hashes that the card names.
+        archive: has passed its `check`, so its files match the card.
         card: its card.
 
     Raises:
-        CardError: its ``serving.json`` is no such file.
+        CardError: its ``serving.json`` is invalid.
     """
     serving = archive.serving()
     own = {
@@ -126,16 +127,16 @@ def foreign_parts(archive: OpenArchive, card: Card) -> list[str]:
 
 
 def _runtime(card: Card) -> dict[str, bytes]:
-    """The handler and what it runs on, by their paths in the archive.
+    """Return the handler and its modules, by their paths in the archive.
 
-    An engine of another distribution travels as one of the runtime's own, so that nothing of it need be installed.
+    An engine from another distribution is packed like the runtime's own engines, so it need not be installed.
 
     Raises:
         UserError: that engine's file has the name of one of the runtime's.
     """
     package = Path(serve.__file__).parent
     sources = {HANDLER_FILE: package / "torchserve" / "handler.py"}
-    sources |= {f"serve/{name}": package / name for name in _BESIDE_THE_HANDLER}
+    sources |= {f"serve/{name}": package / name for name in _HANDLER_MODULES}
     sources |= {source.relative_to(package.parent).as_posix(): source for source in (package / "runtime").rglob("*.py")}
     for entry in engines_for(card):
         engine = Path(inspect.getfile(entry.open))
@@ -148,11 +149,11 @@ def _runtime(card: Card) -> dict[str, bytes]:
 
 
 def serving_of(artifact_folder: Path, card: Card, options: ServingOptions | None = None) -> Serving:
-    """How an artifact is served: as its folder says, or as is usual; and what ``options`` set of it.
+    """Return the serving settings of an artifact: its folder's or the defaults, with the changes in ``options``.
 
     Raises:
-        CardError: the folder's ``serving.json`` is no such file.
-        UserError: one of the executions cannot be of this artifact.
+        CardError: the folder's ``serving.json`` is invalid.
+        UserError: an execution cannot run this artifact.
     """
     serving = read_serving(artifact_folder) or Serving(chain_for(card))
     if options is not None:
@@ -166,9 +167,9 @@ def serving_of(artifact_folder: Path, card: Card, options: ServingOptions | None
 
 
 def model_config(serving: Serving) -> str:
-    """The text of ``model-config.yaml``: what TorchServe itself reads of how an artifact is served.
+    """Return the text of ``model-config.yaml``: the part of the serving settings that TorchServe itself reads.
 
-    One image at a time stays one.
+    A batch size of one stays one.
     """
     config: dict[str, object] = {
         "minWorkers": serving.workers,
@@ -179,13 +180,13 @@ def model_config(serving: Serving) -> str:
         "startupTimeout": serving.startup_timeout_s,
     }
     devices = {execution.device for execution in serving.executions[: 1 if serving.strict else None]}
-    if len(devices) == 1:  # left out, TorchServe assigns a GPU where there is one
+    if len(devices) == 1:  # without it TorchServe assigns a GPU if there is one
         config["deviceType"] = "cpu" if devices == {"cpu"} else "gpu"
     return _CONFIG_HEAD + yaml.safe_dump(config, sort_keys=False)
 
 
 def _files_to_serve(card: Card) -> list[str]:
-    """The model file and what its engines keep beside it, such as an ONNX graph's ``model.onnx.data``."""
+    """Return the model file and its companions, for example an ONNX graph's ``model.onnx.data``."""
     own = {card.file, *(f"{card.file}{ending}" for entry in engines_for(card) for ending in entry.companions)}
     return sorted(own & card.files.keys())
 

@@ -1,4 +1,4 @@
-"""A small client of the served endpoint: predictions, health, descriptions, metrics, and its tokens."""
+"""A small client for the endpoint: predictions, health, descriptions, metrics, and tokens."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from serve.torchserve.configuration import HOST, Ports
 KEY_FILE = "key_file.json"
 HEADER_FILE = "authorization"
 
-#: Keys are renewed when they have less than this to live, in seconds.
+#: Keys are renewed when they are valid for less than this, in seconds.
 _RENEW_BEFORE_S = 30.0
 
-# A removal waits until all that was asked of the model is answered.
+# A removal waits until the model's requests are answered.
 _REMOVAL_S = 600.0
 
 
 class ServerError(PipelineError):
-    """The server does not answer, or answers with an error; ``status`` is its HTTP status (0: no answer)."""
+    """The server does not answer, or answers with an error. ``status`` is its HTTP status, 0 without an answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -38,20 +38,20 @@ class ServerError(PipelineError):
 
 
 class Client:
-    """Talks to one running server on loopback.
+    """A client of one running server on loopback.
 
     Args:
-        ports: where it listens.
-        state: the server's private folder, which holds its keys (see `state.state_folder`).
+        ports: the server's ports.
+        state: the server's private folder with its keys (see `state.state_folder`).
         timeout_s: longest wait for one answer, in seconds.
-        address: where it answers predictions, if not on loopback.
+        address: address of predictions, if not on loopback.
     """
 
     def __init__(self, ports: Ports, state: Path, timeout_s: float = 60.0, *, address: str | None = None) -> None:
         self._address = address or f"http://{HOST}:{ports.inference}"
         self._ports = ports
         self._state = state
-        # A proxy of the environment has no business on loopback.
+        # Loopback needs no proxy from the environment.
         self._http = httpx.Client(timeout=timeout_s, trust_env=False)
 
     def __enter__(self) -> Self:
@@ -72,13 +72,13 @@ class Client:
         """Classify one encoded image: ``[{"label", "index", "probability"}, …]``, best first.
 
         Args:
-            model: its name.
+            model: name of the model.
             image: the file's bytes.
-            k: how many classes; None takes the archive's own.
-            version: asks that version of the model; None asks its default.
+            k: number of classes. None: the archive's default.
+            version: version of the model. None: its default version.
 
         Raises:
-            ServerError: the server is not there, or refuses the image; the message is its own.
+            ServerError: the server does not answer, or refuses the image with this message.
         """
         answer: list[dict[str, Any]] = self._predict(_versioned(model, version), k, content=image).json()
         return answer
@@ -89,7 +89,7 @@ class Client:
         """Classify several images in one request: for each its classes, or ``{"error": …}``.
 
         Raises:
-            ServerError: as `predict`, where every image was refused.
+            ServerError: see `predict`. Also if every image was refused.
         """
         body, headers = instances_body(images), {"Content-Type": "application/json"}
         answer = self._predict(model, k, content=body, headers=headers)
@@ -97,7 +97,7 @@ class Client:
         return predictions
 
     def ping(self) -> str:
-        """``Healthy``, ``Partial Healthy`` or ``Unhealthy``; it asks for no token."""
+        """Return ``Healthy``, ``Partial Healthy`` or ``Unhealthy``. It needs no token."""
         try:
             return str(self._request("GET", self._ports.inference, "/ping", None).json()["status"])
         except ServerError as error:
@@ -106,52 +106,52 @@ class Client:
             return "Unhealthy"
 
     def models(self) -> list[str]:
-        """Names of the models that the server knows."""
+        """Return the names of all registered models."""
         listed = self._send("GET", "/models", kind="management", params={"limit": 1000}).json()["models"]
         return sorted(str(entry["modelName"]) for entry in listed)
 
     def workers(self, model: str, version: str | None = None) -> list[dict[str, Any]]:
-        """TorchServe's records of a model's workers: ``id``, ``pid``, ``status`` (``READY`` when loaded)."""
+        """Return TorchServe's records of a model's workers: ``id``, ``pid``, ``status`` (``READY`` when loaded)."""
         workers: list[dict[str, Any]] = self.registered(model, version)["workers"]
         return workers
 
     def describe(self, model: str, version: str | None = None) -> dict[str, Any]:
-        """What the model's handler says of itself: artifact, precision, provider, device, and which process answers."""
+        """Return the handler's description: artifact, precision, provider, device, and the answering process."""
         described: dict[str, Any] = self._describe(_versioned(model, version), {"customized": "true"})[
             "customizedMetadata"
         ]
         return described
 
     def registered(self, model: str, version: str | None = None) -> dict[str, Any]:
-        """TorchServe's record of a model: ``modelVersion``, ``minWorkers``, ``workers``, ``responseTimeout``."""
+        """Return TorchServe's record of a model: ``modelVersion``, ``minWorkers``, ``workers``, ``responseTimeout``."""
         return self._describe(_versioned(model, version), {})
 
     def versions(self, model: str) -> list[str]:
-        """All versions of a model that the server knows."""
+        """Return all registered versions of a model."""
         listed = self._send("GET", f"/models/{model}/all", kind="management").json()
         return [str(entry["modelVersion"]) for entry in listed]
 
     def register(self, model: str, file: str, *, workers: int) -> None:
-        """Have an archive of the server's own folder served; returns before its workers have loaded.
+        """Register an archive from the server's own folder. It returns before the workers have loaded.
 
         Args:
-            model: the name to serve it by. Where there is one already, it becomes another version of it, which only
-                requests that name it get until `set_default`.
+            model: name for the model. If the name exists, this becomes another version of it. Until `set_default` it
+                gets only requests with its version.
             file: the archive's name in the folder.
-            workers: how many to start.
+            workers: number of workers to start.
 
         Raises:
-            ServerError: the archive is refused, or that version of the model is there.
+            ServerError: the archive is refused, or the version exists.
         """
         words = {"url": file, "model_name": model, "initial_workers": workers, "synchronous": "false"}
         self._send("POST", "/models", kind="management", params=words)
 
     def set_default(self, model: str, version: str) -> None:
-        """Give requests that name no version to this one."""
+        """Send requests without a version to this one."""
         self._send("PUT", f"/models/{model}/{version}/set-default", kind="management")
 
     def unregister(self, model: str, version: str | None = None) -> None:
-        """Serve it no more, and return when what was asked of it is answered; nothing happens where it is not served.
+        """Unregister a model, and return when its requests are answered. It does nothing for an unknown model.
 
         Raises:
             ServerError: it is the default version and there are others.
@@ -164,20 +164,20 @@ class Client:
                 raise
 
     def metrics(self) -> str:
-        """All metrics in Prometheus' text form."""
+        """Return all metrics in Prometheus' text format."""
         return self._send("GET", "/metrics", kind="metrics").text
 
     def renew_keys(self) -> None:
-        """Have the server make new inference and management keys, and rewrite the file for curl."""
+        """Make the server create new inference and management keys, and rewrite the file for curl."""
         for kind in ("management", "inference"):
             self._request("GET", self._ports.management, "/token", self._keys()["API"]["key"], params={"type": kind})
         self.write_header_file()
 
     def write_header_file(self) -> Path:
-        """Write the inference key as a header into a private file, for ``curl -H @FILE``, if it says another one.
+        """Write the inference key as a header into a private file, for ``curl -H @FILE``, if it has changed.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: the file cannot be written.
         """
         path = self._state / HEADER_FILE
         line = f"Authorization: Bearer {self._keys()['inference']['key']}\n"
@@ -239,7 +239,7 @@ class Client:
         return keys
 
     def _key(self, kind: str) -> str:
-        """The present key, renewed with the API key (which has no end) when its time is up."""
+        """Return the key of a kind. It is renewed by the API key, which never expires, shortly before it expires."""
         entry = self._keys()[kind]
         if datetime.fromisoformat(entry["expiration time"]).timestamp() < time.time() + _RENEW_BEFORE_S:
             self.renew_keys()
@@ -252,7 +252,7 @@ def _versioned(model: str, version: str | None) -> str:
 
 
 def _message(answer: httpx.Response) -> str:
-    """The error's text: the handler's ``error``, or TorchServe's ``message``."""
+    """Return the error's text: the handler's ``error``, or TorchServe's ``message``."""
     try:
         body = answer.json()
         text = body.get("error") or body.get("message")

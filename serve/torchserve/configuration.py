@@ -1,4 +1,4 @@
-"""What TorchServe 0.12 is told: its ports, ``config.properties``, metrics. No process is started here."""
+"""TorchServe 0.12's configuration: ports, ``config.properties``, metrics. No process is started here."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from serve.torchserve.metrics import STAGE_METRICS
 
 HOST = "127.0.0.1"
 
-# Keys would expire after 60 minutes, and with them the printed curl line. They live in a 0600 file of a
-# 0700 folder, so they are given a server's life, from each start anew; the client renews older ones.
+# Keys would expire after 60 minutes, and so would the printed curl line. They are in a 0600 file of a 0700 folder and
+# are new at each start, so they stay valid as long as a server runs. The client renews older ones.
 TOKEN_LIFE_MIN = 365 * 24 * 60
 
 # TorchServe's default is 6.5 MB.
@@ -27,7 +27,7 @@ RESPONSE_LIMIT_BYTES = 64 * MIB
 
 @dataclass(frozen=True)
 class Ports:
-    """Where the server listens, on loopback only."""
+    """The server's ports, on loopback only."""
 
     inference: int = 8080
     management: int = 8081
@@ -36,13 +36,13 @@ class Ports:
     grpc_management: int = 7071
 
     def check_free(self, host: str = HOST) -> None:
-        """See that each port can be bound now.
+        """Check that each port can be bound now.
 
         Args:
-            host: the address of the predictions; the others are on loopback.
+            host: the address of predictions. All others are on loopback.
 
         Raises:
-            UserError: one is out of range, given twice, or in use.
+            UserError: a port is out of range, given twice, or in use.
         """
         ports = asdict(self)
         if len(set(ports.values())) < len(ports):
@@ -52,7 +52,7 @@ class Ports:
             if not 1 <= port <= 65535:
                 raise UserError(f"{option} must be between 1 and 65535, got {port}")
             with socket.socket() as probe:
-                # As Java does: a connection of the last server that lingers in TIME_WAIT is no obstacle.
+                # As Java does: a connection of the last server in TIME_WAIT does not matter.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     probe.bind((host if purpose == "inference" else HOST, port))
@@ -64,14 +64,14 @@ class Ports:
 
 
 def check_host(host: str, *, expose: bool) -> str:
-    """The address to answer predictions on, as digits.
+    """Return the address for predictions, as digits.
 
     Args:
         host: an IPv4 address, or ``localhost``.
-        expose: whether others than this machine may be let in.
+        expose: whether other machines may connect.
 
     Raises:
-        UserError: it is no such address, or not of loopback and nobody said that it may be.
+        UserError: the address is invalid, or not on loopback without ``expose``.
     """
     try:
         address = IPv4Address(HOST if host == "localhost" else host)
@@ -85,15 +85,15 @@ def check_host(host: str, *, expose: bool) -> str:
 def properties(
     ports: Ports, limits: Limits, *, archives: Path, metrics_file: Path, gpus: int | None, host: str = HOST
 ) -> str:
-    """The text of ``config.properties``.
+    """Return the text of ``config.properties``.
 
     Args:
-        ports: where to listen.
-        limits: what it may hold.
-        archives: the only place that models may come from.
-        metrics_file: our metrics.yaml.
-        gpus: most GPUs to use (0: none); None leaves it to TorchServe, which counts with nvidia-smi.
-        host: the address of the predictions over HTTP; all else is on loopback.
+        ports: the ports to listen on.
+        limits: the server's limits.
+        archives: the only folder from which models may be loaded.
+        metrics_file: the project's metrics.yaml.
+        gpus: most GPUs to use, 0 for none. None: TorchServe counts them with nvidia-smi.
+        host: the address of predictions over HTTP. All else is on loopback.
     """
     threads = max(2, min(4, os.cpu_count() or 1))
     settings: dict[str, object] = {
@@ -106,21 +106,21 @@ def properties(
         "grpc_management_port": ports.grpc_management,
         "disable_token_authorization": "false",
         "token_expiration_min": TOKEN_LIFE_MIN,
-        # For `serve add`, `replace` and `remove`: with the management key, on loopback, from the server's own folder.
+        # For `serve add`, `replace` and `remove`, which use the management key, loopback and the server's own folder.
         "enable_model_api": "true",
         "allowed_urls": f"{archives.as_uri()}/.*",
         "install_py_dep_per_model": "false",
         "enable_envvars_config": "false",
         "metrics_mode": "prometheus",
         "metrics_config": metrics_file,
-        # Otherwise a Python process is started every minute to measure what a node exporter measures.
+        # Else a Python process starts every minute, to measure the same as a node exporter.
         "disable_system_metrics": "true",
         "max_request_size": limits.body_mb * MIB,
         "max_response_size": RESPONSE_LIMIT_BYTES,
         "job_queue_size": limits.queue,
         "number_of_netty_threads": threads,
         "netty_client_threads": threads,
-        # The handler parses JSON itself, and says what is wrong with it.
+        # The handler parses JSON itself, with clear error messages.
         "decode_input_request": "false",
         "default_workers_per_model": 1,
     }
@@ -130,10 +130,10 @@ def properties(
 
 
 def metrics_yaml() -> str:
-    """TorchServe's own metrics and the handler's, in the form of its ``metrics.yaml``.
+    """Return TorchServe's own metrics and the handler's, in the format of its ``metrics.yaml``.
 
     Dimensions are matched by their order (see `serve.torchserve.metrics`). TorchServe adds ``Hostname`` to each list,
-    so each metric needs a list of its own: a YAML alias would collect one for every metric that shares it.
+    so each metric needs its own list. A shared YAML alias would collect one for every metric.
     """
     from ts import __file__ as torchserve
 
@@ -142,15 +142,15 @@ def metrics_yaml() -> str:
     ours = ["ModelName", "Level", "Provider", "Execution"]
     config["model_metrics"]["gauge"] += [
         {"name": "BatchSize", "unit": "count", "dimensions": [*ours]},
-        # Of versions that are gone ``Models.groovy`` takes it back.
+        # ``Models.groovy`` removes it with its version.
         {
             "name": "PassedOver",
             "unit": "count",
             "dimensions": ["ModelName", "ModelVersion", "Level", "Execution", "Reason"],
         },
     ]
-    # TorchServe 0.12 gives every histogram the buckets of Prometheus' Java client, 0.005 to 10, whatever the unit is:
-    # of milliseconds they tell apart what a stage takes; longer ones are in the sum, and above the last bucket.
+    # TorchServe 0.12 gives every histogram the buckets of Prometheus' Java client, 0.005 to 10, whatever the unit. In
+    # milliseconds they resolve the short stages. Longer ones are above the last bucket, and in the sum.
     config["model_metrics"]["histogram"] = [
         {"name": metric, "unit": "ms", "dimensions": [*ours]} for metric in STAGE_METRICS.values()
     ]
@@ -163,7 +163,7 @@ def metrics_yaml() -> str:
 
 def _escape(value: str) -> str:
     r"""Escape a value for a Java properties file: Latin-1, with ``\`` and ``\uXXXX``."""
-    # $$NAME$$ would be replaced by an environment variable; a lone dollar is harmless.
+    # TorchServe would replace $$NAME$$ by an environment variable. A single dollar is harmless.
     units = value.replace("\\", "\\\\").encode("utf-16-be")
     codes = [int.from_bytes(units[i : i + 2], "big") for i in range(0, len(units), 2)]
     return "".join(chr(code) if 32 <= code < 127 else f"\\u{code:04x}" for code in codes)

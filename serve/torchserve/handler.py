@@ -1,8 +1,8 @@
-"""The TorchServe adapter: what travels in the archive as ``handler.py``.
+"""The TorchServe handler, packed into every archive as ``handler.py``.
 
-It turns TorchServe's batch into one call of the runtime and its outcomes into one answer per request.
-It is built on nothing of TorchServe's: ``VisionHandler`` imports captum, which TorchServe 0.12 does not
-declare, and ``BaseHandler``'s ONNX branch cannot run a session. TorchServe wants exactly one class here.
+It passes TorchServe's batch to the runtime in one call, and returns one answer for each request. It inherits nothing
+from TorchServe. ``VisionHandler`` imports captum, which TorchServe 0.12 does not declare, and ``BaseHandler``'s ONNX
+branch cannot run a session. TorchServe needs exactly one class in this file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).resolve().parent
 
-# TorchServe copies the phrase into the status line by its length in characters: ASCII only.
+# TorchServe copies the phrase into the status line by its length in characters, so it must be ASCII.
 _PHRASES = {
     200: "OK",
     400: "Bad Request",
@@ -48,21 +48,22 @@ _PHRASES = {
 _K_HEADER = "x-top-k"
 _ID_HEADER = "x-request-id"
 
-# As ``Batches.groovy`` writes it: what no client can send as a header, for no header's name may hold a colon.
-_WAITED_HEADER = "serve:frontend-ms"
+# Written by ``Batches.groovy``. No client can send it, because a header's name has no colon.
+_FRONTEND_HEADER = "serve:frontend-ms"
 
-#: Of TorchServe's environment: "1" has each worker write a line of JSON for each request. Our starter sets it.
+#: Environment variable of TorchServe. "1" makes each worker write a line of JSON for each request. The project's
+#: launcher sets it.
 LOG_VARIABLE = "SERVE_LOG_REQUESTS"
 
-# How long a worker that ends waits for TorchServe to read its last words.
-_UNTIL_READ_S = 0.5
+# Seconds that an ending worker waits for TorchServe to read its last output.
+_OUTPUT_DELAY_S = 0.5
 
 
 def prefer_own_runtime() -> None:
-    """Make ``import serve`` find the package that lies beside this file in the archive.
+    """Make ``import serve`` find the package beside this file in the archive.
 
-    TorchServe 0.12 puts the caller's PYTHONPATH before the archive's folder, and this project may be
-    installed as well: what serves must be what was packed.
+    TorchServe 0.12 puts the caller's PYTHONPATH before the archive's folder, and this project may be installed as well.
+    The packed version must be the one that serves.
     """
     own = _FOLDER / "serve"
     if not (own / "runtime").is_dir():
@@ -75,7 +76,7 @@ def prefer_own_runtime() -> None:
 
 
 class ImageClassifierHandler:
-    """Serves one artifact; TorchServe makes one of these in each worker process."""
+    """Serves one artifact. TorchServe creates one handler in each worker process."""
 
     def __init__(self) -> None:
         self._service: Service | None = None
@@ -83,15 +84,14 @@ class ImageClassifierHandler:
         self._log: RequestLog | None = None
 
     def initialize(self, context: Any) -> None:
-        """Open the artifact as its ``serving.json`` says, on the GPU that TorchServe assigned if there is one.
+        """Open the artifact as its ``serving.json`` says, on the assigned GPU if there is one.
 
         Raises:
-            CardError: the archive's files do not match its card, or its known image is not answered as when it was
-                measured.
-            EngineError: the artifact cannot run here; the worker dies with the reason in its log.
+            CardError: the archive's files do not match its card, or its known answer differs.
+            EngineError: the artifact cannot run here. The worker ends, with the reason in its log.
         """
-        # Imported here and not above: TorchServe 0.12 takes an ImportError of this module for "no such
-        # file" and reports "No module named 'ts.torch_handler.handler'" in place of the cause.
+        # Imported here, because TorchServe 0.12 takes an ImportError of this module for a missing file. It would report
+        # "No module named 'ts.torch_handler.handler'" instead of the cause.
         prefer_own_runtime()
         from serve.runtime.card.known_answer import read_known
         from serve.runtime.service.garbage_collection import freeze_heap
@@ -101,7 +101,7 @@ class ImageClassifierHandler:
         from serve.torchserve.metrics import Metrics
 
         silence_pillow()
-        _keep_both_images()
+        _keep_duplicate_images()
         if os.environ.get(LOG_VARIABLE) == "1":
             self._log = _open_log()
         properties = context.system_properties
@@ -112,20 +112,20 @@ class ImageClassifierHandler:
                 if (known := read_known(folder)) is not None:
                     check_known(self._service, known, folder)
         except Exception as error:
-            _say_before_dying(error)
+            _report_failure(error)
             raise
         self._metrics = Metrics(context, self._service.predictor)
         self._metrics.begin()
         freeze_heap()
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
-        """Answer a batch of requests, one body for each, with its own status.
+        """Answer a batch of requests, with a body and a status for each.
 
-        Everything that is one request's fault is that request's answer. An exception that leaves this
-        method fails the whole batch with 503 (507 if its text contains "CUDA").
+        A fault of one request is only that request's answer. An exception from this method fails the whole batch with
+        503, or with 507 if its text contains "CUDA".
 
-        The worker ends where its device is lost to it, so that TorchServe starts another: as an exception TorchServe
-        0.12 would take that for want of memory, and answer 507 for ever.
+        The worker ends if its device is lost, and TorchServe starts another. For an exception TorchServe 0.12 would
+        assume too little memory, and answer 507 for ever.
         """
         from serve.runtime.errors import BrokenError, Refusal
         from serve.runtime.service.protocol import answer, refuse
@@ -149,25 +149,25 @@ class ImageClassifierHandler:
                 told = next(answers)
                 answered.append(told)
                 status, body = answer(entry, told.outcomes)
-                # TorchServe's own queue is not in it: `Batches.groovy` puts that before it.
+                # Without the time in TorchServe's own queue, which `Batches.groovy` adds.
                 context.set_response_header(index, "Server-Timing", told.stages.server_timing)
             context.set_response_status(status, _PHRASES.get(status, ""), idx=index)
             context.set_response_content_type(index, "application/json")
             bodies.append(body)
             if self._log is not None:
-                self._log(_observed(context, index, entry, answered=told, status=status, begun=begun))
+                self._log(_observation(context, index, entry, answered=told, status=status, begun=begun))
         refused = [_word(entry) for entry in asked if isinstance(entry, Refusal)]
         if self._metrics is not None and (answered or refused):
             self._metrics.add(answered, refused)
         return bodies
 
     def tell_metrics(self) -> None:
-        """Write the metrics of the batches since the last time, which are told a little later otherwise."""
+        """Write the metrics of the batches since the last call. Otherwise they are written a little later."""
         if self._metrics is not None:
             self._metrics.tell()
 
     def describe_handle(self) -> dict[str, Any]:
-        """What is served, what executes it and in which process: the answer to ``GET /models/NAME?customized=true``."""
+        """Return what is served, how and in which process: the answer to ``GET /models/NAME?customized=true``."""
         return {**self._opened().predictor.describe(), "pid": os.getpid()}
 
     def _opened(self) -> Service:
@@ -176,7 +176,7 @@ class ImageClassifierHandler:
         return self._service
 
     def _parse(self, parameters: dict[str, Any], context: Any, index: int) -> Request | Refusal | None:
-        """What a request asks for, or why it cannot be read; None: what is served."""
+        """Parse a request, or return its refusal. None: it is for the description."""
         from serve.runtime.errors import Refusal, RequestError
         from serve.runtime.service.protocol import BODY_NAMES, parse
 
@@ -185,11 +185,11 @@ class ImageClassifierHandler:
         if context.get_request_header(index, "explain") == "True":
             return Refusal(501, "explanations are not offered: ask /predictions")
         name = next((name for name in BODY_NAMES if name in parameters), "body")
-        # TorchServe keeps the content type of each part under the part's name.
+        # TorchServe stores the content type of each part under the part's name.
         part = context.get_request_header(index, name)
         kind = str(part.get("content-type") or "") if isinstance(part, dict) else ""
-        # TorchServe 0.12 drops the query string of /predictions/NAME (not of /NAME/predict and /invocations),
-        # so that k can come as a header too.
+        # TorchServe 0.12 drops the query string of /predictions/NAME (but not of /NAME/predict and /invocations), so k
+        # may also be a header.
         headers = {header.lower(): value for header, value in context.get_all_request_header(index).items()}
         serving = self._opened().serving
         asked = {"k": headers[_K_HEADER]} if _K_HEADER in headers else {}
@@ -206,33 +206,34 @@ class ImageClassifierHandler:
 
 
 def _open_log() -> RequestLog:
-    """What writes a line for each request to stdout, which TorchServe reads; see log4j2.xml for where it goes."""
+    """Open a log of requests on stdout, which TorchServe reads. log4j2.xml says where it goes."""
     from serve.runtime.service.logs import RequestLog, log_requests_to
 
     log_requests_to(sys.stdout)
     return RequestLog(math.inf, every=True)
 
 
-def _observed(
+def _observation(
     context: Any, index: int, asked: Request | Refusal | None, *, answered: Answered | None, status: int, begun: float
 ) -> Observation:
-    """What is told of one request.
+    """Return the observation of one request.
 
     Args:
-        context: TorchServe's, of its batch.
-        index: in that batch.
-        asked: as `ImageClassifierHandler._parse` found it.
-        answered: by the service; None: it was not asked.
-        status: of the answer.
-        begun: when the worker had the batch, in seconds of `time.monotonic`.
+        context: TorchServe's context of the batch.
+        index: index of the request in the batch.
+        asked: the result of `ImageClassifierHandler._parse`.
+        answered: the service's answer. None: it was not called.
+        status: status of the response.
+        begun: when the worker received the batch, in seconds of `time.monotonic`.
     """
     from serve.runtime.errors import Refusal
     from serve.runtime.service.observation import Observation, request_id
 
     headers = context.get_all_request_header(index)
     given = next((str(value) for name, value in headers.items() if name.lower() == _ID_HEADER), "")
-    # Our frontend says it; a stock TorchServe does not, but puts a form's parts among the headers, by their names.
-    told = headers.get(_WAITED_HEADER)
+    # The project's frontend sets it. A stock TorchServe does not, but it stores a form's parts among the headers, by
+    # name.
+    told = headers.get(_FRONTEND_HEADER)
     waited = float(told) if isinstance(told, str) else None
     observation = Observation(
         request_id(given, lambda: str(context.get_request_id(index))),
@@ -251,17 +252,17 @@ def _observed(
 
 
 def _word(refusal: Refusal) -> str:
-    """For the refusal of a whole request, in metrics and logs."""
+    """Return the word for the refusal of a whole request, in metrics and logs."""
     return f"request-{refusal.status}"
 
 
-def _keep_both_images() -> None:
-    """Have a form with two parts ``data`` reach the handler as one with ``data`` and ``body``, which is refused.
+def _keep_duplicate_images() -> None:
+    """Pass a form with two parts ``data`` to the handler as ``data`` and ``body``, so that it is refused.
 
     TorchServe 0.12 (`ts.service.Service.retrieve_data_for_inference`) keeps the last of several parts of one name.
     """
     service = getattr(sys.modules.get("ts.service"), "Service", None)
-    if service is None:  # no TorchServe calls this handler
+    if service is None:  # TorchServe does not run this handler
         return
     retrieve = service.retrieve_data_for_inference
 
@@ -277,13 +278,13 @@ def _keep_both_images() -> None:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Let one worker of this server load and warm up at a time; the lock ends with its process.
+    """Let one worker of this server at a time load and warm up. The lock ends with its process.
 
-    TorchServe starts all workers at once, and each uses every core: nine ResNet-18 that warmed up
-    together on two cores took minutes, of which most went into waiting for each other's threads.
+    TorchServe starts all workers at once, and each uses every core. Nine ResNet-18 that warmed up together on two cores
+    took minutes, mostly because they waited for each other's threads.
     """
     with ExitStack() as stack:
-        with suppress(OSError):  # a folder that cannot be written costs time, not the worker
+        with suppress(OSError):  # a read-only folder costs time, not the worker
             lock = stack.enter_context((folder / ".loading").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -295,21 +296,21 @@ def _is_request(entry: object) -> TypeGuard[Request]:
     return isinstance(entry, Request)
 
 
-def _say_before_dying(error: Exception) -> None:
-    """Write what is wrong, and give TorchServe the time to read it.
+def _report_failure(error: Exception) -> None:
+    """Write the error, and give TorchServe time to read it.
 
-    TorchServe 0.12 (`WorkerLifeCycle.ReaderThread`) stops reading what a worker writes as soon as it knows that it
-    has ended: on a busy machine the traceback, which comes last, is lost with the pipe.
+    TorchServe 0.12 (`WorkerLifeCycle.ReaderThread`) stops reading a worker's output once it knows that the worker has
+    ended. On a busy machine it would lose the end of the traceback.
     """
     print("".join(traceback.format_exception_only(error)), end="", flush=True)
-    time.sleep(_UNTIL_READ_S)
+    time.sleep(_OUTPUT_DELAY_S)
 
 
 def _end_worker(error: Exception) -> NoReturn:
-    """End this process at once, and leave nothing to destructors: of a lost device they may never come back."""
+    """End this process at once, without destructors: with a lost device they may never return."""
     _LOG.critical("%s; this worker ends, so that another one is started", error)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(_UNTIL_READ_S)
+    time.sleep(_OUTPUT_DELAY_S)
     os._exit(1)

@@ -1,7 +1,7 @@
-"""How a running server is: each model's workers, counted, since TorchServe's own health says ``Healthy`` too often.
+"""The health of a running server, counted from each model's workers.
 
-TorchServe 0.12 answers 200 to ``/ping`` when it says ``Unhealthy``, counts workers that have only been started, and
-its ``/v2/health/ready`` is always true.
+TorchServe 0.12 itself is no help. It answers 200 to ``/ping`` when it says ``Unhealthy``, counts workers that have only
+been started, and its ``/v2/health/ready`` is always true.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ UNHEALTHY: Final = "Unhealthy"
 
 @dataclass(frozen=True)
 class ModelHealth:
-    """A model, as it is now.
+    """The current health of a model.
 
     Attributes:
-        model: what is served by which name.
-        ready: its workers that have loaded.
-        wanted: how many it should have.
-        told: what its handler says of itself; empty where no worker is there to say it.
-        fault: why nothing is known of it; empty where it is.
+        model: the served model.
+        ready: number of loaded workers.
+        wanted: number of configured workers.
+        told: the handler's description. Empty without a ready worker.
+        fault: why its state is unknown. Empty: it is known.
     """
 
     model: ServedModel
@@ -38,7 +38,7 @@ class ModelHealth:
 
 @dataclass(frozen=True)
 class Health:
-    """A server, as it is now."""
+    """The current health of a server."""
 
     server: RunningServer
     models: tuple[ModelHealth, ...]
@@ -61,7 +61,7 @@ class Health:
         return HEALTHY if all(model.ready >= model.wanted for model in self.models) else PARTIAL
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return everything as JSON values."""
         return {
             "status": self.word,
             "pid": self.server.pid,
@@ -81,7 +81,7 @@ class Health:
         }
 
     def text(self) -> str:
-        """The same for a reader, as lines."""
+        """Return the same for a person, as lines."""
         runs = f"run{'s' if len(self.server.runs) > 1 else ''} {', '.join(self.server.runs)}"
         lines = [f"{self.word}: {runs}, pid {self.server.pid}, {self.server.address}"]
         for entry in self.models:
@@ -91,7 +91,7 @@ class Health:
 
 
 def look(server: RunningServer, client: Client) -> Health:
-    """Ask a server how each of its models is."""
+    """Query the health of each model of a server."""
     return Health(server, tuple(_look(model, client) for model in server.served))
 
 

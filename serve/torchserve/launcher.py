@@ -1,6 +1,6 @@
-"""Our main of TorchServe, ready to be run: text that the Groovy in TorchServe's own jar compiles, once for each user.
+"""The project's main for TorchServe: Groovy sources, compiled once for each user by the Groovy in TorchServe's jar.
 
-Compiling takes half of the CPU time that Java takes to start, so that what comes of it is kept (`compile_cache.kept`).
+Compiling takes half of Java's CPU time at a start, so the result is cached (`compile_cache.kept`).
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from serve.runtime.card.card import sha256_file
 from serve.runtime.errors import EngineError
 from serve.runtime.model_files.compile_cache import cache_folder, kept
 
-#: Holds the sources, and the configuration of the logs.
+#: Folder of the sources and the configuration of the logs.
 FRONTEND = Path(__file__).parent / "frontend"
 
-#: Runs a file of Groovy.
+#: Java class that runs a Groovy file.
 GROOVY = "groovy.ui.GroovyMain"
 
 _MAIN = "Launch"
 _JAR = "launch.jar"
 _COMPILER = "org.codehaus.groovy.tools.FileSystemCompiler"
-_COMPILED_S = 120.0
+_COMPILE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """What Java is to run: where that lies beside TorchServe's jar, and the words that name it."""
+    """What Java runs: the class path beside TorchServe's jar, and the words of the command line."""
 
     classes: Path
     words: tuple[str, ...]
 
 
 def launcher(java: Path) -> Launcher:
-    """Our main, compiled before or now; where nothing can be kept, its text, which each start compiles for itself.
+    """Return the compiled main. If nothing can be cached, return its source, which each start compiles.
 
     Args:
         java: the executable.
     """
     try:
         return Launcher(_compiled(java), (_MAIN,))
-    except (EngineError, OSError, subprocess.SubprocessError):  # no place, no room, or a Java that cannot do it
+    except (EngineError, OSError, subprocess.SubprocessError):  # no folder, no space, or a Java that cannot compile
         return Launcher(FRONTEND, (GROOVY, str(FRONTEND / f"{_MAIN}.groovy")))
 
 
 def torchserve_jar() -> Path:
-    """TorchServe's frontend, with all that it needs."""
+    """Return TorchServe's frontend jar, which includes its dependencies."""
     from ts import __file__ as torchserve
 
     return Path(torchserve).parent / "frontend" / "model-server.jar"
@@ -66,7 +66,7 @@ def _compiled(java: Path) -> Path:
     def make(path: Path) -> None:
         with tempfile.TemporaryDirectory() as folder:
             words = [str(java), "-XX:TieredStopAtLevel=1", "-cp", str(jar), _COMPILER, "-d", folder]
-            subprocess.run([*words, *map(str, sources)], check=True, capture_output=True, timeout=_COMPILED_S)
+            subprocess.run([*words, *map(str, sources)], check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
             with zipfile.ZipFile(path, "w") as archive:
                 for found in sorted(Path(folder).iterdir()):
                     archive.write(found, found.name)

@@ -1,4 +1,4 @@
-"""What a server may hold: requests, their bodies, Java's memory and the logs' bytes, all stated and bounded."""
+"""The limits of a server: requests, their bodies, Java's memory and the size of the logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from serve.runtime.errors import UserError
 
 MIB = 1 << 20
 
-#: A log is so large at most before it is put aside, and so many are kept of those that were.
+#: Largest size of a log before it is rotated, and number of rotated logs that are kept.
 LOG_FILE_BYTES = 10 * MIB
 LOG_FILES_KEPT = 3
 
@@ -16,27 +16,27 @@ LOG_FILES_KEPT = 3
 _HEAP_AT_REST_MIB = 192
 _DIRECT_AT_REST_MIB = 64
 
-# A body lies in the heap once as it came, and in a batch once more, in a buffer that doubles as it grows: old and new.
+# A body is in the heap once as received. It is there again in a batch's buffer, which doubles as it grows: old and new.
 _HEAP_COPIES = 4
-# And outside of it while it is received, while a batch is written to a worker, and while what is freed is not yet given
-# back (with 2, one request in 30 of 32 MiB each failed).
+# Outside the heap, a body is in memory while it is received, while a batch is written to a worker, and until freed
+# memory is returned. With 2, one in 30 requests of 32 MiB each failed.
 _DIRECT_COPIES = 3
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server may hold.
+    """The limits of one server.
 
     Attributes:
-        queue: requests of one model that wait for a worker; what comes then is told "queue full" (503).
-        body_mb: most MiB of one request's body; what is larger is refused (413) before it is read.
-        held_mb: most MiB of all bodies together, of all models, from the moment that they are announced until they are
-            answered; what comes then is told to try again (503) before it is read. So memory does not grow with the
-            product of body, queue and models.
-        receive_s: most seconds for a request to arrive, and for a connection to be idle; then it is closed.
-        drain_s: most seconds that stopping waits for what was accepted to be answered.
-        access_log: write a line for each request, by the frontend, and one of JSON by the worker that answers it.
-        connections: of clients, over HTTP, that are open at once; the next one is told to try again (503).
+        queue: most requests of one model that wait for a worker. Further ones get "queue full" (503).
+        body_mb: most MiB of one request's body. A larger one is refused (413) before it is read.
+        held_mb: most MiB of all bodies of all models, from their announcement until their answer. Further ones are
+            refused before they are read (503) and may try again. So memory does not grow with the product of body,
+            queue and models.
+        receive_s: most seconds for a request to arrive, and for an idle connection. Then the connection is closed.
+        drain_s: most seconds that a stop waits for accepted requests.
+        access_log: whether the frontend writes a line for each request, and the worker a line of JSON.
+        connections: most open client connections over HTTP. Further ones are refused (503) and may try again.
     """
 
     queue: int = 1000
@@ -66,23 +66,23 @@ class Limits:
 
     @property
     def heap_mb(self) -> int:
-        """Java's heap (``-Xmx``), MiB: what it has at rest, and the copies that it makes of what may be held."""
+        """Java's heap (``-Xmx``) in MiB: its size at rest, and Java's copies of the held bodies."""
         return _HEAP_AT_REST_MIB + _HEAP_COPIES * self.held_mb
 
     @property
     def direct_mb(self) -> int:
-        """Java's buffers outside the heap (``-XX:MaxDirectMemorySize``), MiB."""
+        """Java's buffers outside the heap (``-XX:MaxDirectMemorySize``), in MiB."""
         return _DIRECT_AT_REST_MIB + _DIRECT_COPIES * self.held_mb
 
     def java_options(self) -> list[str]:
-        """The options of Java that say so."""
+        """Return the limits as Java options."""
         return [
             f"-Xmx{self.heap_mb}m",
             f"-XX:MaxDirectMemorySize={self.direct_mb}m",
-            # Netty counts its own buffers, by this.
+            # Netty counts its own buffers, with this limit.
             f"-Dio.netty.maxDirectMemory={self.direct_mb * MIB}",
             f"-Dio.grpc.netty.shaded.io.netty.maxDirectMemory={self.direct_mb * MIB}",
-            # Or each thread keeps one as large as the largest batch that it has ever written.
+            # Else each thread keeps a buffer as large as the largest batch that it ever wrote.
             f"-Djdk.nio.maxCachedBufferSize={MIB}",
             f"-Dserve.body_bytes={self.body_mb * MIB}",
             f"-Dserve.held_bytes={self.held_mb * MIB}",

@@ -1,7 +1,7 @@
-"""Changes what a running server serves, without a lost request: add, replace, remove.
+"""Changes the models of a running server without a lost request: add, replace, remove.
 
-TorchServe (0.12) ends a worker that is told to go in the middle of a batch, and forgets what waits for it. So
-the server lets a removal through when all that was asked of that version is answered: see ``ModelQueue.groovy``.
+TorchServe (0.12) ends a worker in the middle of a batch on removal, and drops its queue. So the server delays a removal
+until all requests of that version are answered: see ``ModelQueue.groovy``.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ _DEADLINE_S = 600.0
 
 @dataclass
 class _Change:
-    """A running server that is held by its lock, and what is needed to change it."""
+    """A running server, held by its lock, and its client."""
 
     store: Path
     server: RunningServer
     client: Client
 
     def record(self, **changes: Any) -> None:
-        """Write down what is so from now on.
+        """Record the new state of the server.
 
         Raises:
-            UserError: it cannot be written; what was recorded stays.
+            UserError: the record cannot be written. The old one stays.
         """
         server = with_changes(self.server, **changes)
         write_state(self.store, server)
         self.server = server
 
     def next_version(self, name: str) -> str:
-        """A version that the name has never had in this server."""
+        """Return a version that the name has never had in this server."""
         number = self.server.last_version(name) + 1
         self.record(versions={**self.server.versions, name: number})
         return f"{number}.0"
@@ -63,7 +63,7 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Staged:
-    """A model whose archive is in the server's folder, and what that tells."""
+    """A model whose archive is in the server's folder, and the archive's instructions."""
 
     model: ServedModel
     told: Instructions
@@ -79,21 +79,21 @@ def add(
     on_ready: Callable[[str], None] = lambda model: None,
     progressed: Progressed = lambda fraction, message: None,
 ) -> RunningServer:
-    """Serve more models, and return when each of them answers; those that are served go on meanwhile.
+    """Add models, and return when each of them answers. The served ones continue meanwhile.
 
     Args:
-        store: the store whose server it is.
-        archives: the ``.mar`` files, as they lie in their runs' folders, by the names of the models.
-        pack: packs a model otherwise than its archive.
-        policy: what may be loaded; see `server.start`.
+        store: the server's store.
+        archives: the ``.mar`` files in their runs' folders, by model name.
+        pack: packs a model in place of its archive.
+        policy: which archives may be loaded; see `server.start`.
         deadline_s: seconds to wait.
         on_ready: called with each model's name when it answers.
-        progressed: called again and again while they load.
+        progressed: called repeatedly while they load.
 
     Raises:
         UserError: a name is taken, or an archive cannot be packed so.
         PipelineError: no server is running.
-        StartError: a worker died; none of the models is added.
+        StartError: a worker died. None of the models is added.
     """
     with _changing(store) as change:
         for name in archives:
@@ -112,7 +112,7 @@ def add(
             progressed=progressed,
         )
         left_out = {name: why for name, why in change.server.left_out.items() if name not in archives}
-        with _taken_away_again(change, added):
+        with _removed_on_failure(change, added):
             change.record(served=(*change.server.served, *added), left_out=left_out)
         return change.server
 
@@ -127,32 +127,32 @@ def replace(
     deadline_s: float = _DEADLINE_S,
     progressed: Progressed = lambda fraction, message: None,
 ) -> RunningServer:
-    """Serve another archive by the name of one that is served, and return when the old one is gone.
+    """Replace the archive of a served model, and return when the old version is gone.
 
-    Both are loaded for a while. The new one gets the requests when it answers; the old one goes when it has answered
-    what it had accepted.
+    Both versions are loaded for a while. The new one gets the requests once it answers. The old one is removed when its
+    accepted requests are answered.
 
     Args:
-        store: the store whose server it is.
-        name: the model's.
-        archive: the ``.mar`` file, as it lies in its run's folder.
-        pack: packs it otherwise.
-        policy: what may be loaded; see `server.start`.
-        deadline_s: seconds to wait for the new one.
-        progressed: called again and again while it loads.
+        store: the server's store.
+        name: name of the model.
+        archive: the ``.mar`` file in its run's folder.
+        pack: packs the model in place of its archive.
+        policy: which archives may be loaded; see `server.start`.
+        deadline_s: seconds to wait for the new version.
+        progressed: called repeatedly while it loads.
 
     Raises:
         UserError: no such model is served, or the archive cannot be packed so.
         PipelineError: no server is running.
-        StartError: the new one did not come up; the old one goes on.
+        StartError: the new version did not start. The old one continues.
     """
     with _changing(store) as change:
         old = change.server.model(name)
         wanted = {ServedModel.of(name, archive, change.next_version(name)): archive}
         (new,) = _load(change, wanted, pack=pack, policy=policy, deadline_s=deadline_s, progressed=progressed)
         served = tuple(new if model == old else model for model in change.server.served)
-        # Recorded before it gets requests: what cannot be recorded is not to answer.
-        with _taken_away_again(change, [new]):
+        # Recorded before it gets requests: an unrecorded version must not answer.
+        with _removed_on_failure(change, [new]):
             change.record(served=served)
         change.client.set_default(name, new.version)
         _unregister(change, old)
@@ -160,10 +160,10 @@ def replace(
 
 
 def remove(store: Path, names: list[str]) -> RunningServer:
-    """Serve some models no more; what they had accepted is answered, and what comes for them later is told so.
+    """Remove models. Their accepted requests are answered, and later ones are refused.
 
     Raises:
-        UserError: no such model is served, or no other would be left.
+        UserError: no such model is served, or none would remain.
         PipelineError: no server is running.
     """
     with _changing(store) as change:
@@ -183,7 +183,7 @@ def remove(store: Path, names: list[str]) -> RunningServer:
 
 @contextmanager
 def _changing(store: Path) -> Iterator[_Change]:
-    """The store's server, held for one change at a time."""
+    """Hold the store's server for one change at a time."""
     the_running(store)
     with locked(store):
         server = running(store, holding=True)
@@ -191,19 +191,19 @@ def _changing(store: Path) -> Iterator[_Change]:
             raise PipelineError(f"the server of {store} has just been stopped")
         with server.client(store) as client:
             change = _Change(store, server, client)
-            _tidy(change)
+            _remove_unrecorded(change)
             yield change
 
 
-def _tidy(change: _Change) -> None:
-    """Take away what a change that was killed has left: versions that the record does not name."""
+def _remove_unrecorded(change: _Change) -> None:
+    """Remove what a killed change left behind: versions that are not in the record."""
     recorded = {model.name: model for model in change.server.served}
     for name in change.client.models():
         kept = recorded.get(name)
         left = [version for version in change.client.versions(name) if kept is None or version != kept.version]
         if left and kept is not None:
             change.client.set_default(name, kept.version)
-        # The default can go only when it is the last.
+        # The default version can be removed only as the last one.
         left.sort(key=lambda version: version == change.client.registered(name)["modelVersion"])
         for version in left:
             _unregister(change, ServedModel(name, "", "", version))
@@ -219,9 +219,9 @@ def _load(
     on_ready: Callable[[str], None] = lambda model: None,
     progressed: Progressed,
 ) -> tuple[ServedModel, ...]:
-    """Stage and start models, and return what to record; where one does not come up, all are taken away again."""
+    """Stage and start models, and return their records. If one does not start, all are removed again."""
     folder = archives_folder(change.store)
-    with _taken_away_again(change, archives):
+    with _removed_on_failure(change, archives):
         staged = []
         for model, archive in archives.items():
             staged.append(_Staged(model, stage(folder, model, archive, pack, policy)))
@@ -230,8 +230,8 @@ def _load(
 
 
 @contextmanager
-def _taken_away_again(change: _Change, models: Iterable[ServedModel]) -> Iterator[None]:
-    """Take versions that are not recorded away where the block fails."""
+def _removed_on_failure(change: _Change, models: Iterable[ServedModel]) -> Iterator[None]:
+    """Remove unrecorded versions again if the block fails."""
     try:
         yield
     except BaseException:
@@ -262,7 +262,7 @@ def _start(
 
 
 def _unregister(change: _Change, model: ServedModel) -> None:
-    """Take a version away when it has answered what was asked of it; and its archive. Its lines stay in the log."""
-    with contextlib.suppress(ServerError):  # it was never there, or the server is gone
+    """Remove a version once its requests are answered, and its archive. Its lines stay in the log."""
+    with contextlib.suppress(ServerError):  # it was never registered, or the server is gone
         change.client.unregister(model.name, model.version)
     (archives_folder(change.store) / model.file).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""What the handler tells TorchServe of its batches; it travels in the archive beside the handler.
+"""The metrics that the handler reports to TorchServe. This module is packed into the archive beside the handler.
 
-Which of it TorchServe shows, its ``metrics.yaml`` names: see `serve.torchserve.configuration`.
+TorchServe's ``metrics.yaml`` says which of them are published: see `serve.torchserve.configuration`.
 """
 
 from __future__ import annotations
@@ -27,61 +27,62 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# Metrics are told so long after the first answer that they count, with those of all answers until then.
-_TELL_EVERY_S = 0.1
+# Seconds between the first answer and its metrics. All answers until then are reported together.
+_WRITE_DELAY_S = 0.1
 
-# TorchServe parts a line of metrics at these, whatever is quoted; a value that holds one is lost with its metric.
+# TorchServe splits a line of metrics at these characters, even inside quotes. A value with one of them would lose its
+# metric.
 _PARTS = re.compile(r"[\s|,:]+")
 
-# Characters of a reason: the whole of it is in the log, and in the model's description.
+# Characters of a reason. The whole reason is in the log and in the model's description.
 _LONGEST = 200
 
 # QueueTime is one of TorchServe's own metrics.
-_SAID_OTHERWISE = {"queue": "Wait", "infer": "Inference"}
+_METRIC_NAMES = {"queue": "Wait", "infer": "Inference"}
 
 #: The metric of each stage of a request, by the stage's name.
-STAGE_METRICS = {stage: f"{_SAID_OTHERWISE.get(stage, stage.capitalize())}Time" for stage in STAGES}
+STAGE_METRICS = {stage: f"{_METRIC_NAMES.get(stage, stage.capitalize())}Time" for stage in STAGES}
 
 
 class Metrics:
-    """Of one worker: what its batches took and what was refused, told behind the answers, from any thread."""
+    """The metrics of one worker: times of its batches, and refusals. Any thread may add some. A thread writes them."""
 
     def __init__(self, context: Any, predictor: Predictor) -> None:
-        """Tell what was passed over.
+        """Report the executions that were passed over.
 
         Args:
-            context: TorchServe's, of this worker; what it keeps metrics in may come later, or be another.
-            predictor: what answers.
+            context: TorchServe's context of this worker. Its metrics store may be set or replaced later.
+            predictor: the worker's predictor.
         """
         self._context = context
         self._predictor = predictor
-        self._to_tell: SimpleQueue[_Batch] = SimpleQueue()
-        self._something_to_tell = threading.Event()
-        self._telling = threading.Lock()
+        self._batches: SimpleQueue[_Batch] = SimpleQueue()
+        self._pending = threading.Event()
+        self._write_lock = threading.Lock()
         if context.metrics is not None:
-            self._tell_passed_over()
+            self._report_passed_over()
 
     def begin(self) -> None:
-        """Tell them from now on, as long as the process lives."""
-        threading.Thread(target=self._tell_for_ever, name="metrics", daemon=True).start()
+        """Start the thread that writes metrics for as long as the process lives."""
+        threading.Thread(target=self._write_metrics, name="metrics", daemon=True).start()
 
     def add(self, answered: list[Answered], refused: list[str]) -> None:
-        """Note a batch: its requests that could be read, and a word for each one that could not."""
-        self._to_tell.put((answered, refused))
-        self._something_to_tell.set()
+        """Add a batch: the answers to its valid requests, and a word for each refused one."""
+        self._batches.put((answered, refused))
+        self._pending.set()
 
     def tell(self) -> None:
-        """Write the metrics of the batches since the last time."""
-        with self._telling:
+        """Write the metrics of the batches since the last call."""
+        with self._write_lock:
             batches: list[_Batch] = []
             with suppress(Empty):
                 while True:
-                    batches.append(self._to_tell.get_nowait())
+                    batches.append(self._batches.get_nowait())
             if batches:
                 self._emit(batches)
 
-    def _tell_passed_over(self) -> None:
-        """Write what would be preferred and does not work here, once: a gauge stands until its version is taken away.
+    def _report_passed_over(self) -> None:
+        """Report preferred executions that do not work here, once. A gauge stays until its version is removed.
 
         A stock TorchServe 0.12 would keep it until it ends; see ``Models.groovy``.
         """
@@ -99,20 +100,20 @@ class Metrics:
             ]
             context.metrics.add_metric("PassedOver", 1, "count", dimensions=dimensions, metric_type=MetricTypes.GAUGE)
 
-    def _tell_for_ever(self) -> None:
-        # Beside the answers and not before them: each value is a line that the worker writes and TorchServe reads, and
-        # of a batch there are eight (0.3 ms).
+    def _write_metrics(self) -> None:
+        # In a thread, so that answers need not wait. Each value is a line that the worker writes and TorchServe reads,
+        # and a batch has eight (0.3 ms).
         while True:
-            self._something_to_tell.wait()
-            time.sleep(_TELL_EVERY_S)
-            self._something_to_tell.clear()
+            self._pending.wait()
+            time.sleep(_WRITE_DELAY_S)
+            self._pending.clear()
             try:
                 self.tell()
-            except Exception:  # noqa: BLE001 - the next ones may be told
+            except Exception:  # noqa: BLE001 - the next ones may succeed
                 _LOG.exception("metrics were lost")
 
     def _emit(self, batches: list[_Batch]) -> None:
-        """Write the metrics of some batches; of their stages the mean is told."""
+        """Write the metrics of some batches. For each stage it is the mean."""
         from ts.metrics.dimension import Dimension
         from ts.metrics.metric_type_enum import MetricTypes
 
@@ -150,5 +151,5 @@ class Metrics:
 
 
 def _label(text: str) -> str:
-    """What TorchServe takes for one value."""
+    """Return a text that TorchServe reads as one value."""
     return _PARTS.sub(" ", text)[:_LONGEST].strip()

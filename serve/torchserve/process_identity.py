@@ -1,8 +1,8 @@
-"""Which process a server is, by what no clock step, later process, other user or PID namespace can change.
+"""The identity of a server process, safe against clock changes, later processes, other users and PID namespaces.
 
-Java holds a lock (``flock``) on a file of the server's folder as long as it lives: the kernel answers for it to all.
-Which process it is, its number says together with the namespace and the boot that the number is of, its start in clock
-ticks since that boot, and a nonce in its command line.
+Java holds a lock (``flock``) on a file in the server's folder as long as it lives, and every process can query the
+lock. The process is identified by its PID with the PID's namespace and boot, its start in clock ticks since that boot,
+and a nonce in its command line.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ import psutil
 
 ALIVE_FILE = "alive"
 
-#: ``elsewhere``: it lives, and cannot be reached from here. ``unknown``: it may live where nobody here can see.
+#: ``elsewhere``: it lives, but cannot be reached from here. ``unknown``: it may live on a machine that is not visible
+#: here.
 Life = Literal["here", "elsewhere", "gone", "unknown"]
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process, wherever it is asked about.
+    """A process, identified from anywhere.
 
     Attributes:
-        pid: its number in ``namespace``.
+        pid: its PID in ``namespace``.
         ticks: its start, in clock ticks since the boot.
-        boot: the kernel's id of that boot.
+        boot: the kernel's ID of that boot.
         namespace: the PID namespace's inode.
         host: the machine's name.
-        nonce: stands in its command line.
+        nonce: a word in its command line.
     """
 
     pid: int
@@ -45,7 +46,7 @@ class Identity:
 
     @classmethod
     def of(cls, pid: int, nonce: str) -> Identity:
-        """The identity of a process of this machine and namespace.
+        """Return the identity of a process of this machine and namespace.
 
         Raises:
             OSError: there is no such process.
@@ -53,7 +54,7 @@ class Identity:
         return cls(pid, _ticks(pid), _boot(), _namespace(), platform.node(), nonce)
 
     def process(self) -> psutil.Process | None:
-        """The process, if it is in this namespace and is still that one."""
+        """Return the process, if it is in this namespace and still the same one."""
         try:
             if self.boot != _boot() or self.namespace != _namespace() or self.ticks != _ticks(self.pid):
                 return None
@@ -66,19 +67,19 @@ class Identity:
 
 
 def new_nonce() -> str:
-    """What tells one server from every other."""
+    """Return a random word that identifies one server."""
     return secrets.token_hex(16)
 
 
 def life_of(identity: Identity, folder: Path) -> tuple[Life, str]:
-    """Whether a server lives, and if that is not plainly so, why.
+    """Return whether a server lives.
 
     Args:
-        identity: what its state file says.
-        folder: the server's, where its lock is.
+        identity: from its state file.
+        folder: the server's folder with its lock.
 
     Returns:
-        The verdict, and for ``elsewhere`` and ``unknown`` a clause that says where.
+        The verdict, and for ``elsewhere`` and ``unknown`` a clause with the reason.
     """
     if identity.process() is not None:
         return "here", ""
@@ -97,11 +98,11 @@ def life_of(identity: Identity, folder: Path) -> tuple[Life, str]:
 
 
 def hold(path: Path) -> int:
-    """Lock a file for whoever has the descriptor that is returned, and inherits it.
+    """Lock a file for the owner of the returned descriptor, also if it is inherited.
 
     Raises:
-        BlockingIOError: somebody else has it locked.
-        OSError: it cannot be written or locked.
+        BlockingIOError: another process has the lock.
+        OSError: the file cannot be written or locked.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -113,16 +114,16 @@ def hold(path: Path) -> int:
 
 
 def lock(handle: int) -> None:
-    """Lock an open file, at once.
+    """Lock an open file without a wait.
 
     Raises:
-        BlockingIOError: somebody else has it locked.
+        BlockingIOError: another process has the lock.
     """
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody has a file locked; one that does not exist nobody has."""
+    """Whether some process has a file locked. False if the file does not exist."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -137,14 +138,14 @@ def is_held(path: Path) -> bool:
 
 
 def nameless(folder: Path, config: Path) -> int | None:
-    """A living server of which no record tells.
+    """Find a living server without a record.
 
     Args:
-        folder: the server's, where its lock is.
+        folder: the server's folder with its lock.
         config: a file that its command line names.
 
     Returns:
-        Its process' number, 0 if that is unknown, None if there is none.
+        Its PID, 0 if the PID is unknown, None if there is no such server.
     """
     if not folder.is_dir():
         return None
@@ -155,7 +156,7 @@ def nameless(folder: Path, config: Path) -> int | None:
 
 
 def _ticks(pid: int) -> int:
-    # The name, in parentheses, may hold anything: parentheses and spaces too.
+    # The name in parentheses may have any characters, also parentheses and spaces.
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return int(fields[19])  # field 22 of proc_pid_stat(5): starttime
 
@@ -165,4 +166,4 @@ def _boot() -> str:
 
 
 def _namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it names no path
+    return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - the link's target is not a path

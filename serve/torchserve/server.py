@@ -1,7 +1,7 @@
-"""Starts, finds and stops one TorchServe per store, on loopback, from the store's own private folder.
+"""Starts, finds and stops one TorchServe for each store, on loopback, from the store's own private folder.
 
-Java is started directly: the ``torchserve`` command keeps its pid in one file of the machine's temporary
-folder, so that a second server anywhere refuses to start and ``--stop`` stops somebody else's.
+Java is started directly. The ``torchserve`` command keeps its PID in one file of the machine's temporary folder. A
+second server anywhere would refuse to start, and ``--stop`` would stop another user's.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from serve.torchserve.state import (
 
 _CONFIG_FILE = "config.properties"
 
-# Measured on 2 cores: a worker imports torch, loads and warms up in about 6 s of CPU time, and all
-# start at once. The deadline is for a cold disk, not for a usual start.
+# Measured on 2 cores: a worker imports torch, loads and warms up in about 6 s of CPU time, and all start at once. The
+# deadline allows for a cold disk.
 _DEADLINE_S = 120.0
 _DEADLINE_PER_MODEL_S = 30.0
 
-# What TorchServe itself takes to end, when all is answered.
-_ENDING_S = 20.0
+# Seconds that TorchServe itself needs to end after the last answer.
+_SHUTDOWN_S = 20.0
 
 
 def running(store: Path, *, holding: bool = False) -> RunningServer | None:
-    """The server of this store, or None; what a crash or a reboot has left behind does not count.
+    """Return the server of this store. None: there is none, or only the remains of a crash or reboot.
 
     Args:
-        store: whose server it is.
-        holding: the caller holds the store's lock. For others a server that is just being started is none yet.
+        store: the server's store.
+        holding: whether the caller holds the store's lock. Without it, a starting server does not count yet.
 
     Raises:
-        UserError: there may be one, and nobody can tell from here.
+        UserError: a server may exist, but its state cannot be determined from here.
     """
     folder = state_folder(store)
     state = read_state(store)
@@ -84,10 +84,10 @@ def running(store: Path, *, holding: bool = False) -> RunningServer | None:
 
 
 def the_running(store: Path) -> RunningServer:
-    """The server of this store.
+    """Return the server of this store.
 
     Raises:
-        UserError: there may be one, and nobody can tell from here.
+        UserError: a server may exist, but its state cannot be determined from here.
         PipelineError: none is running.
     """
     server = running(store)
@@ -117,28 +117,29 @@ def start(
     """Start TorchServe with these archives and return when every model answers.
 
     Args:
-        store: the store whose server it is; it has one at a time.
-        archives: the ``.mar`` files, as they lie in their runs' folders, by the names of the models.
-        ports: where to listen; None takes the defaults.
-        host: the address of predictions over HTTP; what is not loopback lets others in.
-        limits: what it may hold; None takes the defaults.
-        default_model: which model `predict` takes when none is named; None takes the first.
-        gpus: most GPUs to use; 0 serves on the CPU, None takes what TorchServe finds.
-        pack: packs a model otherwise than its archive; what it packs goes when the server stops.
-        policy: what may be loaded; None: what is whole, and has no other code than this installation's. What is loaded
-            is a private copy of the server's, which was checked after it was made.
-        strict: a model that does not come up ends the start; otherwise it is left out, unless there is no other.
-        left_out: what was left out before, with the reasons, for the record.
-        deadline_s: seconds to wait; None takes two minutes and half a minute for each model.
+        store: the server's store. It has one server at a time.
+        archives: the ``.mar`` files in their runs' folders, by model name.
+        ports: the ports to listen on. None: the defaults.
+        host: the address of predictions over HTTP. Beyond loopback, other machines can connect.
+        limits: the server's limits. None: the defaults.
+        default_model: the model that `predict` uses by default. None: the first.
+        gpus: most GPUs to use. 0: the CPU. None: what TorchServe finds.
+        pack: packs a model in place of its archive. The result is removed when the server stops.
+        policy: which archives may be loaded. None: complete ones with only this installation's code. The server loads a
+            private copy that was checked after copying.
+        strict: whether a model that does not start ends the start. Otherwise it is left out, unless it is the last one.
+        left_out: models that were left out before, with the reasons, for the record.
+        deadline_s: seconds to wait. None: two minutes and half a minute for each model.
         on_ready: called with each model's name when it answers.
-        on_left_out: called with the name of a model that does not come up, and why.
-        progressed: called again and again while it starts.
+        on_left_out: called with the name of a model that does not start, and the reason.
+        progressed: called repeatedly while the server starts.
 
     Raises:
-        UserError: it runs already, or may; a port is in use, an archive is missing, Java is missing.
-        CardError: an archive is not whole, or has no known answer where the policy asks for one.
-        SignatureError: the policy does not allow one.
-        StartError: the server or the last worker died; it is stopped again, and the message has their last lines.
+        UserError: a server runs already, or may. Or a port is in use, an archive is missing, or Java is missing.
+        CardError: an archive is damaged, or has no known answer and the policy needs one.
+        SignatureError: the policy does not allow an archive.
+        StartError: the server or the last worker died. The server is stopped again, and the message has their last
+            lines.
     """
     ports = ports or Ports()
     for name, path in archives.items():
@@ -205,7 +206,7 @@ def start(
                 for model in set(served) - set(up):
                     (archives_folder(store) / model.file).unlink(missing_ok=True)
         except BaseException:
-            # Whatever ended the wait, Ctrl-C as well: half a server is worse than none.
+            # Also after Ctrl-C: half a server is worse than none.
             if (half := read_state(store)) is not None:
                 _stop(store, half)
             else:
@@ -215,17 +216,17 @@ def start(
 
 
 def stop(store: Path, on_wait: Callable[[], None] = lambda: None) -> RunningServer | None:
-    """Stop the store's server and its workers; return what was stopped, or None if none was running.
+    """Stop the store's server and its workers. Return the stopped server, or None if none was running.
 
-    It refuses what comes, answers what it has accepted, and ends. A start that is under way is waited for first.
+    It refuses new requests, answers the accepted ones, and ends. If a start is under way, this waits for it first.
 
     Args:
-        store: whose server it is.
-        on_wait: called before a wait for a start that is under way.
+        store: the server's store.
+        on_wait: called before it waits for a start.
 
     Raises:
-        PipelineError: a process would not end.
-        UserError: it runs where it cannot be stopped from here; or nobody can tell whether it does.
+        PipelineError: a process did not end.
+        UserError: the server cannot be stopped from here, or its state cannot be determined.
     """
     if not state_folder(store).is_dir():
         return None
@@ -250,7 +251,7 @@ def _launch(
     left_out: dict[str, str],
     gpus: int | None,
 ) -> tuple[RunningServer, psutil.Process]:
-    """Write the configuration, start Java, and record it before anything else can go wrong."""
+    """Write the configuration, start Java, and record it before anything else can fail."""
     state, folder = state_folder(store), archives_folder(store)
     logs, metrics, config = state / "logs", state / "metrics.yaml", state / _CONFIG_FILE
     settings = properties(ports, limits, archives=folder, metrics_file=metrics, gpus=gpus, host=host)
@@ -260,8 +261,8 @@ def _launch(
         config.write_text(settings, encoding="ascii")
     except OSError as error:
         raise UserError(f"{state}: cannot be written ({error.strerror or error})") from None
-    # Short and private: TorchServe 0.12 puts its workers' sockets here, as .ts.sock.9000 and on. A socket's
-    # path has at most 107 bytes, and in the common temporary folder two servers would take each other's.
+    # Short and private: TorchServe 0.12 creates its workers' sockets here, from .ts.sock.9000 on. A socket's path has
+    # at most 107 bytes. In the common temporary folder two servers would use the same paths.
     temporary = tempfile.mkdtemp(prefix="torchserve-")
     nonce = new_nonce()
     alive = _hold(state / ALIVE_FILE)
@@ -284,9 +285,9 @@ def _launch(
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us, who stop it in order
+                start_new_session=True,  # Ctrl-C goes only to this process, which stops the server in order
                 umask=0o077,
-                pass_fds=(alive,),  # Java has it until it ends, and closes it in its workers
+                pass_fds=(alive,),  # Java holds it until it ends, and closes it in its workers
             )
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -299,18 +300,18 @@ def _launch(
         server = RunningServer(identity, tuple(served), default_model, temporary, ports, limits, left_out, host)
         write_state(store, server)
     except BaseException:
-        popen.kill()  # or nobody would know of it
+        popen.kill()  # else nobody would know of it
         popen.wait()
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    # It outlives this function, and perhaps this process. While this one lasts somebody must take note of its end,
-    # or it would stay in the table of processes.
+    # The server outlives this function, and perhaps this process. As long as this process lives, a thread must collect
+    # its exit status. Otherwise it would remain as a zombie.
     threading.Thread(target=popen.wait, name="torchserve-ends", daemon=True).start()
     return server, process
 
 
 def _hold(path: Path) -> int:
-    """The server's lock. Who asks whether it is held holds it for a moment too."""
+    """Take the server's lock. A process that only queries the lock holds it for a moment too."""
     for _ in range(50):
         try:
             return hold(path)
@@ -320,25 +321,25 @@ def _hold(path: Path) -> int:
 
 
 def _stop(store: Path, state: RunningServer) -> None:
-    """End Java and its workers when all that was accepted is answered, then tidy up."""
+    """End Java and its workers when the accepted requests are answered, then clean up."""
     process = state.identity.process()
     if process is None:
         life, why = life_of(state.identity, state_folder(store))
         if life != "gone":
             raise UserError(f"the server of this store cannot be stopped from here: {why}; stop it there")
     else:
-        # Collected first: when Java is gone, nothing tells whose children they were.
+        # Listed first: when Java is gone, their parent is unknown.
         workers = process.children(recursive=True)
         process.terminate()
-        end([process], patience_s=state.limits.drain_s + _ENDING_S, ask=False)
-        end(workers, patience_s=5.0)  # they have nothing left to answer
+        end([process], patience_s=state.limits.drain_s + _SHUTDOWN_S, ask=False)
+        end(workers, patience_s=5.0)  # they have no requests left
     _clean(store)
 
 
 def _clean(store: Path) -> None:
-    """Remove what a server that is gone has left: state, logs of before, archives of its own, unpacked ones.
+    """Remove what an ended server left: its state, its archives, unpacked archives, and logs of the server before.
 
-    Its keys stay: clients have them.
+    Its keys stay, because clients have them.
     """
     folder = state_folder(store)
     shutil.rmtree(archives_folder(store), ignore_errors=True)
@@ -347,7 +348,7 @@ def _clean(store: Path) -> None:
         shutil.rmtree(state.temporary, ignore_errors=True)
     remove_state(store)
     if (folder / "logs").is_dir():
-        # The last server's logs stay for a reader, out of the way of the next one's.
+        # The last server's logs stay for a reader, in another folder than the next one's.
         shutil.rmtree(folder / "logs.previous", ignore_errors=True)
         (folder / "logs").rename(folder / "logs.previous")
 

@@ -1,4 +1,4 @@
-"""Puts archives where a server takes them from: a folder of its own, so that nothing that a run does removes them."""
+"""Copies archives to the server's own folder, so that no action on a run can remove them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from serve.archive.verification import Policy, verified_copy
 from serve.runtime.errors import UserError
 from serve.torchserve.state import ServedModel
 
-#: Packs a model, which is named, otherwise than its archive, into the file that it is given.
+#: Packs the named model, in place of its archive, into the given file.
 Pack = Callable[[str, Path], object]
 
 
 def stage(
     folder: Path, model: ServedModel, archive: Path, pack: Pack | None = None, policy: Policy | None = None
 ) -> Instructions:
-    """Put a model's archive into the server's folder, as the file and with the version that it is served with.
+    """Put a model's archive into the server's folder, with the file name and version that it is served with.
 
     Args:
-        folder: the server's.
-        model: how it is served.
-        archive: the run's archive, which is copied and checked; it may be replaced or removed afterwards.
-        pack: packs it otherwise; None serves it as it is.
-        policy: what may be loaded; None: what is whole, and has no other code than this installation's.
+        folder: the server's folder.
+        model: the model.
+        archive: the run's archive. It is copied and checked, so it may be replaced or removed afterwards.
+        pack: packs the model in place of its archive. None: the archive is used.
+        policy: which archives may be loaded. None: complete ones with only this installation's code.
 
     Returns:
-        What it tells the server.
+        The archive's instructions for the server.
 
     Raises:
-        UserError: it cannot be packed so, or must be signed and is to be packed otherwise.
-        CardError: the archive is not whole, or has no known answer where the policy asks for one.
-        SignatureError: the policy does not allow it.
+        UserError: the archive cannot be packed so. Or it must be signed, and ``pack`` would change it.
+        CardError: the archive is damaged, or has no known answer and the policy needs one.
+        SignatureError: the policy does not allow the archive.
     """
     policy = policy or Policy()
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Watches a starting TorchServe until every model answers, and says what it died of when one does not."""
+"""Watches a starting TorchServe until every model answers, and reports why one does not."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from serve.torchserve.client import Client, ServerError
 
 CONSOLE_LOG = "console.log"
 
-#: Told which share of the usual time of a start has gone by (above 1: it takes longer), and how many models answer.
+#: Called with the elapsed share of a usual start (above 1: it takes longer), and the number of answering models.
 Progressed = Callable[[float, str], None]
 
 _POLL_S = 0.25
-# For the time left, and nothing else. Measured on 2 cores: Java is there after 3 s, and a worker imports torch, loads
-# and warms up in about 6 s of CPU time, on one core.
+# Only for the displayed time left. Measured on 2 cores: Java answers after 3 s. A worker imports torch, loads and warms
+# up in about 6 s of CPU time, on one core.
 _JAVA_S, _WORKER_S = 3.0, 6.0
 _LINES = 12
 
-# TorchServe's thread names: W-9000-resnet18-ptq_1.0, with -stdout or -stderr for what the worker wrote.
+# TorchServe's thread names: W-9000-resnet18-ptq_1.0, with -stdout or -stderr for the worker's output.
 _STOPPED = re.compile(r" W-\d+-(?P<model>\S+)_(?P<version>[\d.]+) \S+ - \S+ State change \S+ -> WORKER_STOPPED")
 _REFUSED = re.compile(r"Failed to load model: (?P<model>\S+)@(?P<version>[\d.]+)\.mar")
 _WRITTEN = r"^\S+ \[\w+ *\] W-\d+-{model}_{version}-std(?:out|err) \S+ - (?P<text>.*)$"
@@ -39,12 +39,12 @@ _NOISE = re.compile(
     r"s_name_part|Listening on|\[PID\]|Torch worker started|Python runtime|Connection accepted"
     r"|Successfully loaded|model_name: .* batchSize|\[METRICS\]|Warning: |^ *warnings\.warn\("
 )
-# The worker's own words for what happened, not TorchServe's "500 - Unknown exception" around them.
+# The worker's own error, not TorchServe's "500 - Unknown exception" around it.
 _CAUSE = re.compile(r"^ *(?P<cause>[\w.]*(?:Error|Exception): (?!\d+ - ).{1,300})", re.MULTILINE)
 
 
 class StartError(PipelineError):
-    """TorchServe, or one of its workers, did not come up; ``reason`` is the message without the lines it wrote."""
+    """TorchServe, or one of its workers, did not start. ``reason`` is the message without the worker's output."""
 
     def __init__(self, reason: str, written: str = "") -> None:
         super().__init__(f"{reason}; it wrote:\n{written}" if written else reason)
@@ -53,7 +53,7 @@ class StartError(PipelineError):
 
 @dataclass(frozen=True)
 class Awaited:
-    """The version of a model that must answer, and what it must answer to its known image; None: nothing is known."""
+    """The version of a model that must answer, and its known answer if it has one."""
 
     version: str
     known: KnownAnswer | None = None
@@ -61,18 +61,18 @@ class Awaited:
 
 @dataclass(frozen=True)
 class Log:
-    """TorchServe's logs from a moment on: what stands before it is of other starts of workers."""
+    """TorchServe's logs from a point in time. Earlier lines belong to other starts of workers."""
 
     folder: Path
     before: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_now(cls, folder: Path) -> Self:
-        """What will be written."""
+        """Return the logs from now on."""
         return cls(folder, {path.name: path.stat().st_size for path in folder.glob("*.log")})
 
     def read(self, name: str) -> str:
-        """What has been written into a log since; all of it, where it has been begun anew."""
+        """Return what was written to a log since then, or all of a log that was started again."""
         try:
             with (self.folder / name).open("rb") as stream:
                 before = self.before.get(name, 0)
@@ -93,29 +93,29 @@ def wait_until_ready(
     give_up: Callable[[str, StartError], None] | None = None,
     progressed: Progressed = lambda fraction, message: None,
 ) -> None:
-    """Return when each model has all its workers loaded and one has answered a real prediction: what is known of it.
+    """Wait until each model has all its workers loaded and one has answered a real prediction, its known one if any.
 
-    TorchServe restarts a worker that dies while it loads, again and again for minutes; here its first
-    death is the end of that model.
+    TorchServe restarts a worker that dies while it loads, again and again for minutes. Here its first death fails the
+    model.
 
     Args:
         process: TorchServe's Java process.
         client: a client of it.
         log: its logs, from when the models were registered.
-        models: what must answer, by the model's name.
-        deadline_s: seconds until the wait is given up.
+        models: the models that must answer, by name.
+        deadline_s: most seconds to wait.
         on_ready: called with each model's name when it answers.
-        give_up: called with the name of a model that does not come up, and why; if it returns, the others are
+        give_up: called with the name of a model that does not start, and the reason. If it returns, the others are
             waited for. None raises.
-        progressed: called again and again meanwhile.
+        progressed: called repeatedly meanwhile.
 
     Raises:
-        StartError: the server or a worker died, or time is up; the message has the last lines it wrote.
+        StartError: the server or a worker died, or the time is over. The message has the last lines of output.
     """
     begun = time.monotonic()
     until = begun + deadline_s
     usual_s = _JAVA_S + _WORKER_S * math.ceil(len(models) / cores())
-    image = _small_image()
+    image = _probe_image()
     waiting = dict(models)
 
     def drop(model: str, error: StartError) -> None:
@@ -127,7 +127,7 @@ def wait_until_ready(
     while waiting:
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
             raise StartError(f"TorchServe ended while it started:\n{_tail(log.read(CONSOLE_LOG))}")
-        for model, error in _died(log, {model: awaited.version for model, awaited in waiting.items()}).items():
+        for model, error in _failed_models(log, {model: awaited.version for model, awaited in waiting.items()}).items():
             drop(model, error)
         for model, awaited in list(waiting.items()):
             if _is_loaded(client, model, awaited.version):
@@ -146,7 +146,7 @@ def wait_until_ready(
 
 
 def worker_lines(log: Log, model: str, version: str, count: int = _LINES) -> str:
-    """The last lines that a model's workers wrote, without TorchServe's prefixes, indented."""
+    """Return the last lines of a model's workers, without TorchServe's prefixes, indented."""
     written = re.compile(_WRITTEN.format(model=re.escape(model), version=re.escape(version)))
     matches = (written.match(line) for line in log.read("model_log.log").splitlines())
     lines = [match["text"] for match in matches if match and not _NOISE.search(match["text"])]
@@ -176,8 +176,8 @@ def _fault_of_answer(client: Client, model: str, awaited: Awaited, image: bytes)
     return None
 
 
-def _died(log: Log, models: Mapping[str, str]) -> dict[str, StartError]:
-    """Those of the models whose archive was refused or whose worker ended, with what it wrote."""
+def _failed_models(log: Log, models: Mapping[str, str]) -> dict[str, StartError]:
+    """Return the models whose archive was refused or whose worker ended, with the output."""
     text = log.read("ts_log.log")
     found: dict[str, StartError] = {}
     for refused in _REFUSED.finditer(text):
@@ -187,7 +187,7 @@ def _died(log: Log, models: Mapping[str, str]) -> dict[str, StartError]:
             found[refused["model"]] = StartError(f"TorchServe refuses the archive of {refused['model']}", lines)
     stopped = {match["model"] for match in _STOPPED.finditer(text) if models.get(match["model"]) == match["version"]}
     if stopped - found.keys():
-        time.sleep(1.0)  # what the worker wrote last is read by another thread
+        time.sleep(1.0)  # another thread reads the worker's last lines
     for model in sorted(stopped - found.keys()):
         lines = worker_lines(log, model, models[model]) or "    (nothing: it was killed, or ran out of memory)"
         causes = _CAUSE.findall(worker_lines(log, model, models[model], count=200))
@@ -196,7 +196,7 @@ def _died(log: Log, models: Mapping[str, str]) -> dict[str, StartError]:
     return found
 
 
-def _small_image() -> bytes:
+def _probe_image() -> bytes:
     stream = io.BytesIO()
     Image.new("RGB", (64, 64), (127, 127, 127)).save(stream, "PNG")
     return stream.getvalue()

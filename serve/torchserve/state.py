@@ -1,4 +1,4 @@
-"""What is recorded of a store's server, in its private folder; and the lock of whoever starts or changes it."""
+"""The record of a store's server in its private folder, and the lock for starting or changing it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from serve.torchserve.process_identity import Identity, lock
 STATE_FOLDER = ".server"
 _STATE_FILE = "state.json"
 _ARCHIVES = "archives"
-#: Locked by whoever starts, changes or stops the server.
+#: Locked during a start, change or stop of the server.
 LOCK_FILE = "lock"
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that is served: the name that requests call it by, what it was made from, and its version.
+    """A served model: its name in requests, its origin, and its version.
 
-    TorchServe knows versions of a model: the one that takes the place of another has the next number.
-    ``unchecked`` says why it was not asked for a known answer before it was called ready; empty: it gave it.
+    TorchServe keeps versions of a model. A replacement gets the next number. ``unchecked`` is the reason why its known
+    answer was not checked. Empty: it was.
     """
 
     name: str
@@ -43,33 +43,32 @@ class ServedModel:
 
     @classmethod
     def of(cls, name: str, archive: Path, version: str = MODEL_VERSION) -> Self:
-        """What an archive is served as; where it lies in its store says of which run and artifact it is."""
+        """Return the model for an archive. Run and artifact follow from the archive's place in the store."""
         run = archive.absolute().parents[1].name
         return cls(name, run, archive.stem.removeprefix(f"{run}-"), version)
 
     def asked_for(self, known: KnownAnswer | None) -> Self:
-        """The same, as it is recorded when it has been asked for what is known of it."""
+        """Return the record after the check of its known answer."""
         return replace(self, unchecked=NOTHING_KNOWN if known is None else "")
 
     @property
     def file(self) -> str:
-        """Its archive in the server's own folder."""
+        """Name of its archive in the server's own folder."""
         return f"{self.name}@{self.version}.mar"
 
     @property
     def archive(self) -> str:
-        """The name, in its run's folder, of the archive that it is served from."""
+        """Name of its original archive in the run's folder."""
         return f"{layout.served_name(self.run, self.artifact)}.mar"
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server as its state file records it.
+    """A server as recorded in its state file.
 
-    ``identity`` tells its Java process from every other; ``temporary`` holds its sockets and the unpacked archives;
-    ``left_out`` has the reason for each model that was asked for and is not served; ``host`` is the address that
-    predictions over HTTP are answered on, all else being on loopback; ``versions`` has the last number that a live
-    change gave to a version of a name.
+    ``identity`` identifies its Java process. ``temporary`` has its sockets and the unpacked archives. ``left_out`` has
+    the reason for each wanted model that is not served. ``host`` is the address of predictions over HTTP; all else is
+    on loopback. ``versions`` has the last version number that a live change gave to each name.
     """
 
     identity: Identity
@@ -83,44 +82,44 @@ class RunningServer:
     versions: dict[str, int] = field(default_factory=dict)
 
     def last_version(self, name: str) -> int:
-        """The number of the last version that a name has had in this server, whether it is served or not; 0: none.
+        """Return the number of the last version of a name in this server, served or not. 0: none.
 
-        A number is given once: TorchServe (0.12) starts the worker of a version that died once more after it was told
-        to forget it, and what that one writes must not be taken for another's.
+        A number is used only once. If a version's worker dies, TorchServe (0.12) starts it once more after the version
+        was unregistered. Its output must not be confused with another version's.
         """
         served = [int(float(model.version)) for model in self.served if model.name == name]
         return max(*served, int(name in self.left_out), self.versions.get(name, 0), 0)
 
     @property
     def address(self) -> str:
-        """Where predictions are answered, as this machine reaches it."""
+        """The address of predictions, as reached from this machine."""
         return f"http://{HOST if self.host == '0.0.0.0' else self.host}:{self.ports.inference}"
 
     @property
     def pid(self) -> int:
-        """The number of its Java process."""
+        """The PID of its Java process."""
         return self.identity.pid
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The names that requests call them by."""
+        """The names of its models."""
         return tuple(model.name for model in self.served)
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """The runs that they are of, each once."""
+        """The runs of its models, each once."""
         return tuple(dict.fromkeys(model.run for model in self.served))
 
     @property
     def archives(self) -> frozenset[str]:
-        """Names of the archives that they are served from."""
+        """The names of its models' original archives."""
         return frozenset(model.archive for model in self.served)
 
     def model(self, name: str) -> ServedModel:
-        """The model of that name.
+        """Return the model of that name.
 
         Raises:
-            UserError: none is served by it.
+            UserError: there is none.
         """
         for model in self.served:
             if model.name == name:
@@ -128,27 +127,27 @@ class RunningServer:
         raise UserError(f"no model {name!r} is served; there are {', '.join(self.models)}")
 
     def client(self, store: Path, timeout_s: float = 60.0) -> Client:
-        """A client that talks to this server."""
+        """Return a client of this server."""
         return Client(self.ports, state_folder(store), timeout_s, address=self.address)
 
 
 def state_folder(store: Path) -> Path:
-    """The private folder (0700) of a store's server: state, configuration, keys and logs."""
+    """Return the private folder (0700) of a store's server: state, configuration, keys and logs."""
     return store.resolve() / STATE_FOLDER
 
 
 def state_file(store: Path) -> Path:
-    """Where the server is recorded."""
+    """Return the path of the server's record."""
     return state_folder(store) / _STATE_FILE
 
 
 def archives_folder(store: Path) -> Path:
-    """Where the server has the archives that it serves: links to those of the runs, or others of its own."""
+    """Return the folder of the server's own archives."""
     return state_folder(store) / _ARCHIVES
 
 
 def read_state(store: Path) -> RunningServer | None:
-    """What the state file says, or None; whether that server is still there is not looked at."""
+    """Read the state file. None: there is none. It does not check whether the server still lives."""
     try:
         body = json.loads(state_file(store).read_text(encoding="utf-8"))
         body["identity"] = Identity(**body["identity"])
@@ -161,10 +160,10 @@ def read_state(store: Path) -> RunningServer | None:
 
 
 def write_state(store: Path, server: RunningServer) -> None:
-    """Record a server, atomically; the caller holds the lock.
+    """Record a server, atomically. The caller holds the lock.
 
     Raises:
-        UserError: it cannot be written; what was recorded before stays.
+        UserError: the record cannot be written. The old one stays.
     """
     path = state_file(store)
     written = path.with_name(f".{path.name}")
@@ -177,18 +176,18 @@ def write_state(store: Path, server: RunningServer) -> None:
 
 
 def remove_state(store: Path) -> None:
-    """Forget the server."""
+    """Remove the server's record."""
     state_file(store).unlink(missing_ok=True)
 
 
 @contextmanager
 def locked(store: Path, on_wait: Callable[[], None] | None = None) -> Iterator[Path]:
-    """Hold the store's server folder for whoever starts, changes or stops the server; yields the folder.
+    """Lock the store's server folder for a start, change or stop of the server. Yield the folder.
 
-    Where somebody else holds it, it is waited for after ``on_wait``, if that is given.
+    If another process has the lock, ``on_wait`` is called before a wait. None: it raises instead.
 
     Raises:
-        UserError: somebody else holds it, or it cannot be written.
+        UserError: another process has the lock, or the folder cannot be written.
     """
     folder = state_folder(store)
     try:
@@ -198,18 +197,18 @@ def locked(store: Path, on_wait: Callable[[], None] | None = None) -> Iterator[P
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
     try:
-        if not _taken(handle):
+        if not _try_lock(handle):
             if on_wait is None:
                 raise UserError("another start, change or stop of this store's server is under way")
             on_wait()
-            while not _taken(handle):
-                time.sleep(0.1)  # and not in flock, which Ctrl-C would not end
+            while not _try_lock(handle):
+                time.sleep(0.1)  # a blocking flock could not be ended by Ctrl-C
         yield folder
     finally:
         os.close(handle)
 
 
-def _taken(handle: int) -> bool:
+def _try_lock(handle: int) -> bool:
     try:
         lock(handle)
     except BlockingIOError:
