@@ -136,7 +136,7 @@ def instructions_in(archive: Path) -> Instructions:
 
 #: A broken zip is told by BadZipFile, by zlib, by a wrong length, by a compression that is unknown; a document that is
 #: no mapping by TypeError.
-_NOT_OURS = (
+_READ_ERRORS = (
     *(OSError, KeyError, ValueError, TypeError, EOFError),
     *(NotImplementedError, zlib.error, zipfile.BadZipFile),
 )
@@ -154,7 +154,7 @@ class OpenArchive:
         Raises:
             CardError: as `check_archive`.
         """
-        with _told_by_path(self._path):
+        with _named_errors(self._path):
             # Before anything is read: a small file may unpack to any size, deflated or in entries that overlap.
             if sum(entry.file_size for entry in self._opened.infolist()) > self._path.stat().st_size:
                 raise CardError(f"{self._path}: unpacks to more than it has, and what this project packs does not")
@@ -170,7 +170,7 @@ class OpenArchive:
         Raises:
             CardError: it is no archive, or its card is damaged.
         """
-        with _told_by_path(self._path):
+        with _named_errors(self._path):
             return parse_card(self._opened.read(CARD_FILE).decode(), self._path / CARD_FILE)
 
     def _check_files(self, expected: Mapping[str, str]) -> None:
@@ -194,7 +194,7 @@ class OpenArchive:
         Raises:
             CardError: it is no archive.
         """
-        with _told_by_path(self._path):
+        with _named_errors(self._path):
             return dict(json.loads(self._opened.read(MANIFEST_FILE)))
 
     def name(self) -> str:
@@ -203,7 +203,7 @@ class OpenArchive:
         Raises:
             CardError: it is no archive.
         """
-        with _told_by_path(self._path):
+        with _named_errors(self._path):
             return str(self.manifest()["model"]["modelName"])
 
     def serving(self) -> Serving:
@@ -212,7 +212,7 @@ class OpenArchive:
         Raises:
             CardError: as `serving_in`.
         """
-        with _told_by_path(self._path):
+        with _named_errors(self._path):
             if (size := self._opened.getinfo(SERVING_FILE).file_size) > MOST_BYTES:  # it may be asked before `check`
                 raise ValueError(f"its {SERVING_FILE} has {size} bytes")
             return parse_serving(self._opened.read(SERVING_FILE).decode(), self._path / SERVING_FILE)
@@ -223,7 +223,7 @@ class OpenArchive:
         Raises:
             CardError: as `instructions_in`.
         """
-        with _told_by_path(self._path):
+        with _named_errors(self._path):
             if KNOWN_FILE not in self._opened.namelist():
                 return None
             return parse_known(self._opened.read(KNOWN_FILE).decode(), self._path / KNOWN_FILE)
@@ -238,19 +238,19 @@ def open_archive(archive: Path) -> Iterator[OpenArchive]:
         CardError: it is not an archive of this project.
     """
     with ExitStack() as stack:
-        with _told_by_path(archive):
+        with _named_errors(archive):
             opened = stack.enter_context(zipfile.ZipFile(archive))
         yield OpenArchive(archive, opened)
 
 
 @contextmanager
-def _told_by_path(archive: Path) -> Iterator[None]:
+def _named_errors(archive: Path) -> Iterator[None]:
     """Errors of reading an archive as the project's own, which name it."""
     try:
         yield
     except FileNotFoundError:
         raise UserError(f"{archive}: there is no such archive; make it with `{command('serve package RUN')}`") from None
-    except _NOT_OURS as error:
+    except _READ_ERRORS as error:
         raise CardError(f"{archive}: not an archive of this project ({error})") from None
 
 

@@ -65,7 +65,7 @@ class Ceilings(Config):
         Raises:
             CardError: it asks for more.
         """
-        for name, asked in _asked(serving):
+        for name, asked in _demands(serving):
             if asked > (most := getattr(self, name)):
                 said = "any amount" if asked == math.inf else f"{asked:_}"
                 raise CardError(
@@ -74,7 +74,7 @@ class Ceilings(Config):
                 )
 
 
-def _asked(serving: Serving) -> Iterator[tuple[str, float]]:
+def _demands(serving: Serving) -> Iterator[tuple[str, float]]:
     """What an archive asks for, by the ceiling that it is below."""
     for name in Ceilings.model_fields:
         if name == "threads":

@@ -12,7 +12,7 @@ from serve.runtime.card.known_answer import KNOWN_FILE
 from serve.runtime.card.serving import SERVING_FILE
 from serve.runtime.errors import CardError, UserError
 
-_AT_ONCE = 1 << 20  # bytes
+_CHUNK_BYTES = 1 << 20  # bytes
 
 
 def private_copy(source: Path, into: Path) -> Path:
@@ -67,7 +67,7 @@ def copy_file(source: Path, copy: Path, *, follow: bool = False) -> None:
                 raise CardError(f"{source}: is no regular file")
             new = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(new, "wb") as writing:
-                shutil.copyfileobj(reading, writing, _AT_ONCE)
+                shutil.copyfileobj(reading, writing, _CHUNK_BYTES)
     except OSError as error:
         # What fails in reading or writing, as on a full disk, names no file.
         into = "" if error.filename == str(source) else f" to {copy.parent}"

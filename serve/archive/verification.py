@@ -169,7 +169,7 @@ def verified_copy(source: Path, policy: Policy, into: Path, *, foreign: ForeignP
     copy = into / source.name
     signature = signature_path(copy)
     try:
-        with _told_of(source, copy):
+        with _source_errors(source, copy):
             private_copy(source, into)
             if policy.keys:
                 if not signature_path(source).is_file():
@@ -193,7 +193,7 @@ def verified_copy(source: Path, policy: Policy, into: Path, *, foreign: ForeignP
 
 
 @contextmanager
-def _told_of(source: Path, copy: Path) -> Iterator[None]:
+def _source_errors(source: Path, copy: Path) -> Iterator[None]:
     """What is wrong with a copy as what is wrong with its source: the copy is gone when somebody reads of it."""
     try:
         yield

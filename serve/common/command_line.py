@@ -37,14 +37,14 @@ class OneLineGroup(TyperGroup):
     ) -> Any:
         """Run a command; see `TyperGroup.main`."""
         args = sys.argv[1:] if args is None else args
-        _write_what_the_terminal_can()
+        _use_plain_characters()
         try:
             _refuse_empty(args)
             outcome = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except _CLICK_ERROR as error:
             if not standalone_mode:
                 raise
-            sys.exit(_complain_of_usage(error))
+            sys.exit(_report_usage_error(error))
         if standalone_mode:
             sys.exit(outcome if isinstance(outcome, int) else 0)
         return outcome
@@ -92,7 +92,7 @@ def _write_sections(formatter: Any, entries: Sequence[tuple[str, tuple[str, str]
 
 
 #: What stands for a character that an output's encoding does not have.
-_PLAIN = {
+_REPLACEMENTS = {
     "Δ": "d",
     "Σ": "S",
     "“": "'",
@@ -115,13 +115,13 @@ _PLAIN = {
 def _plain(error: UnicodeError) -> tuple[str, int]:
     """Plain characters for those that cannot be encoded: a handler of `codecs`."""
     assert isinstance(error, UnicodeEncodeError)
-    return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
+    return "".join(_REPLACEMENTS.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
 codecs.register_error("plain", _plain)
 
 
-def _write_what_the_terminal_can() -> None:
+def _use_plain_characters() -> None:
     """Have output in another encoding than UTF-8 go on with plain characters, where Python would raise."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
@@ -141,7 +141,7 @@ def _refuse_empty(words: Sequence[str]) -> None:
             raise _USAGE_ERROR(f"{option} is given nothing: leave it out, or write a value behind it")
 
 
-def _complain_of_usage(error: Any) -> int:
+def _report_usage_error(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
     else:

@@ -103,7 +103,7 @@ class Config(BaseModel, metaclass=_Settings):
         """Describe each field in the class's documentation, where ``help()`` and editors look."""
         own = inspect.cleandoc(cls.__dict__.get("__doc__") or cls.__name__)
         usual = defaults(cls)
-        general = cls._described_elsewhere()
+        general = cls._inherited_settings()
         fields = [_described(name, field, usual) for name, field in cls.model_fields.items() if name not in general]
         if general:
             named = [_head(name, cls.model_fields[name], usual) for name in general]
@@ -112,14 +112,14 @@ class Config(BaseModel, metaclass=_Settings):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _counts_no_truth(cls, value: object, info: ValidationInfo) -> object:
+    def _refuse_truth_values(cls, value: object, info: ValidationInfo) -> object:
         """YAML's ``yes``, ``on`` and ``true`` are no numbers, though Python counts with them, and pydantic lets it."""
         if isinstance(value, bool) and _is_number(cls.model_fields[str(info.field_name)].annotation):
             raise ValueError("input should be a number")
         return value
 
     @classmethod
-    def _described_elsewhere(cls) -> list[str]:
+    def _inherited_settings(cls) -> list[str]:
         """The settings that are inherited as they are from a kind that is described by itself."""
         for number, kind in enumerate(cls.__mro__):
             if issubclass(kind, Config) and vars(kind).get("described_by") is not None:
@@ -157,17 +157,17 @@ def defaults(kind: type[BaseModel]) -> dict[str, Any]:
 
 def faults(kind: type[BaseModel], error: ValidationError) -> list[Fault]:
     """What pydantic found wrong, in the project's words: the value, and what would be right."""
-    return _told(kind, error.errors())
+    return _faults_of(kind, error.errors())
 
 
-def _told(kind: type[BaseModel], entries: Sequence[Mapping[str, Any]]) -> list[Fault]:
+def _faults_of(kind: type[BaseModel], entries: Sequence[Mapping[str, Any]]) -> list[Fault]:
     found = []
     for entry in entries:
         name = str(entry["loc"][0]) if entry["loc"] else ""
         within = settings_within(kind, name)
         if len(entry["loc"]) > 1 and within is not None:
             deeper = {**entry, "loc": entry["loc"][1:]}
-            found += [Fault(name, f"{fault.field}: {fault.message}") for fault in _told(within, [deeper])]
+            found += [Fault(name, f"{fault.field}: {fault.message}") for fault in _faults_of(within, [deeper])]
             continue
         if entry["type"] == "extra_forbidden":
             inside, known = [str(part) for part in entry["loc"][1:]], _known(kind, name)

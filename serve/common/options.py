@@ -113,13 +113,13 @@ class ServingOptions(Config):
     def _know_decoder(cls, value: str) -> str:
         from serve.runtime.decoders.base import check_decoder  # imports torch
 
-        with _as_a_fault():
+        with _as_value_error():
             return check_decoder(value)
 
     @field_validator("buckets")
     @classmethod
     def _ascend(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        with _as_a_fault():
+        with _as_value_error():
             Execution("any", buckets=value)
         return value
 
@@ -128,7 +128,7 @@ class ServingOptions(Config):
     def _know_engines(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         from serve.runtime.engines.base import find_engine  # imports torch
 
-        with _as_a_fault():
+        with _as_value_error():
             for word in value:
                 name, _, device = word.removesuffix("]").partition("[")
                 if device and device not in (runs_on := find_engine(name).devices):
@@ -141,7 +141,7 @@ class ServingOptions(Config):
     def _know_options(cls, value: Mapping[str, Mapping[str, EngineOption]]) -> Mapping[str, Mapping[str, EngineOption]]:
         from serve.runtime.engines.base import find_engine  # imports torch
 
-        with _as_a_fault():
+        with _as_value_error():
             for name, given in value.items():
                 find_engine(name).settings(given)
         return value
@@ -198,7 +198,7 @@ def _words(execution: Execution) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _as_a_fault() -> Iterator[None]:
+def _as_value_error() -> Iterator[None]:
     """What is wrong with a value, as pydantic wants to be told."""
     try:
         yield

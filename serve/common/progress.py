@@ -127,7 +127,7 @@ class ProgressBar:
         self._name = ""
         self._message = ""
         self._fraction = 0.0
-        self._begun = self._told = self._drawn = 0.0
+        self._begun = self._faults_of = self._drawn = 0.0
 
     def __reduce__(self) -> tuple[Callable[[], ProgressBar], tuple[()]]:
         return (here, ())
@@ -137,7 +137,7 @@ class ProgressBar:
         self._end()
         with self._lock:
             self._name, self._message, self._fraction = name, "", 0.0
-            self._begun = self._told = time.monotonic()
+            self._begun = self._faults_of = time.monotonic()
             if self._surface is not None:
                 # By a timer: some steps, such as an export, never say how far they are.
                 self._wake(self._after_s)
@@ -146,7 +146,7 @@ class ProgressBar:
         """The step under way has come so far."""
         now = time.monotonic()
         with self._lock:
-            self._fraction, self._message, self._told = fraction, message, now
+            self._fraction, self._message, self._faults_of = fraction, message, now
         if now - self._begun >= self._after_s and now - self._drawn >= _EVERY_S:
             self._draw()
 
@@ -197,7 +197,7 @@ class ProgressBar:
         if (
             0.02 <= self._fraction < 1
         ):  # what the rest takes at the same pace, less what has gone by since that was told
-            left = (self._told - self._begun) * (1 - self._fraction) / self._fraction - (now - self._told)
+            left = (self._faults_of - self._begun) * (1 - self._fraction) / self._fraction - (now - self._faults_of)
         return f"{duration(left)} left" if left >= 0 else f"{duration(now - self._begun)} so far"
 
     def _end(self) -> None:

@@ -13,7 +13,7 @@ import psutil
 
 from serve.runtime.errors import PipelineError
 
-_KILLED_S = 10.0
+_KILL_TIMEOUT_S = 10.0
 
 
 def wait_until_ready(
@@ -72,6 +72,6 @@ def end(processes: Sequence[psutil.Process], *, patience_s: float, ask: bool = T
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    _, left = psutil.wait_procs(left, timeout=_KILLED_S)
+    _, left = psutil.wait_procs(left, timeout=_KILL_TIMEOUT_S)
     if left:
         raise PipelineError(f"processes {', '.join(str(process.pid) for process in left)} do not end")
