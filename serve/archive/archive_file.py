@@ -1,6 +1,6 @@
-"""A TorchServe archive (``.mar``) of this project as a file: what lies in it by which name, read, checked and written.
+"""Reads, checks and writes a TorchServe archive (``.mar``) of this project as a file.
 
-What is packed into it, `archive_builder` knows.
+`archive_builder` decides what is packed into it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ CONFIG_FILE = "model-config.yaml"
 HANDLER_FILE = "handler.py"
 CLASSES_FILE = "index_to_name.json"
 
-#: Of a model that takes no other's place.
+#: Version of a model that replaces no other.
 MODEL_VERSION = "1.0"
 
 # torch-model-archiver's rule for model names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
 
-# The stock archiver writes the present time here, and entries with the times and the order of a
-# folder's listing: two archives of one artifact never compare equal, so nobody can tell by its hash
-# whether an archive is what it should be. Ours depend on their contents alone.
+# The stock archiver writes the current time here. Its entries have the times and the order of a folder's listing. So
+# two archives of one artifact are never equal, and a hash proves nothing. This project's archives depend only on their
+# contents.
 CREATED_ON = "01/01/1980 00:00:00"
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 
@@ -59,16 +59,16 @@ def check_model_name(name: str) -> str:
 
 
 def with_version(archive: Path, version: str, destination: Path) -> Path:
-    """Pack an archive again as another version of the model, which TorchServe tells versions apart by.
+    """Pack an archive again as another version of the model, for TorchServe.
 
     Args:
         archive: an archive of this project, which may be ``destination``.
-        version: stands in the manifest of the new one.
+        version: version for the new manifest.
         destination: the ``.mar`` to write, atomically.
 
     Raises:
         UserError: there is no such archive, or the new one cannot be written.
-        CardError: it is not whole.
+        CardError: the archive is damaged.
     """
     with open_archive(archive) as opened:
         card, manifest = opened.check(), opened.manifest()
@@ -91,14 +91,14 @@ def with_version(archive: Path, version: str, destination: Path) -> Path:
 
 
 def check_archive(archive: Path) -> Card:
-    """Check every file in an archive, handler and runtime included, against the card in it.
+    """Check every file in an archive, handler and runtime included, against its card.
 
     Returns:
         The card.
 
     Raises:
         UserError: there is no such file.
-        CardError: a file was changed, added or removed, which the message names.
+        CardError: a file was changed, added or removed. The message names it.
     """
     with open_archive(archive) as opened:
         return opened.check()
@@ -106,36 +106,36 @@ def check_archive(archive: Path) -> Card:
 
 @dataclass(frozen=True)
 class Instructions:
-    """What an archive tells a server: how it is served, and what it knows an answer to; None: nothing."""
+    """An archive's instructions for a server: serving settings, and the known answer if there is one."""
 
     serving: Serving
     known: KnownAnswer | None
 
 
 def serving_in(archive: Path) -> Serving:
-    """How an archive says that it is served; the known answer beside it is not read, for it holds an image.
+    """Return an archive's serving settings. The known answer is not read, because it holds an image.
 
     Raises:
         UserError: there is no such file.
-        CardError: it is not an archive of this project.
+        CardError: the file is not an archive of this project.
     """
     with open_archive(archive) as opened:
         return opened.serving()
 
 
 def instructions_in(archive: Path) -> Instructions:
-    """What an archive tells a server.
+    """Return an archive's instructions for a server.
 
     Raises:
         UserError: there is no such file.
-        CardError: it is not an archive of this project.
+        CardError: the file is not an archive of this project.
     """
     with open_archive(archive) as opened:
         return Instructions(opened.serving(), opened.known())
 
 
-#: A broken zip is told by BadZipFile, by zlib, by a wrong length, by a compression that is unknown; a document that is
-#: no mapping by TypeError.
+#: For a broken zip: BadZipFile, zlib's error, or the errors of a wrong length or unknown compression. For a document
+#: that is no mapping: TypeError.
 _READ_ERRORS = (
     *(OSError, KeyError, ValueError, TypeError, EOFError),
     *(NotImplementedError, zlib.error, zipfile.BadZipFile),
@@ -143,19 +143,19 @@ _READ_ERRORS = (
 
 
 class OpenArchive:
-    """An archive that is open for one thread: what is read of it is of one file, whatever is put in its place."""
+    """An open archive for one thread. All reads are from one file, even if another takes its place."""
 
     def __init__(self, path: Path, opened: zipfile.ZipFile) -> None:
         self._path, self._opened = path, opened
 
     def check(self) -> Card:
-        """Check every file in it against its card, which is returned.
+        """Check every file in the archive against its card, and return the card.
 
         Raises:
-            CardError: as `check_archive`.
+            CardError: see `check_archive`.
         """
         with _named_errors(self._path):
-            # Before anything is read: a small file may unpack to any size, deflated or in entries that overlap.
+            # Checked before any read. A small file may unpack to any size, by deflate or overlapping entries.
             if sum(entry.file_size for entry in self._opened.infolist()) > self._path.stat().st_size:
                 raise CardError(f"{self._path}: unpacks to more than it has, and what this project packs does not")
             card = self.card()
@@ -165,10 +165,10 @@ class OpenArchive:
         return card
 
     def card(self) -> Card:
-        """Its card; the files that it names are not checked.
+        """Return the card without a check of the files.
 
         Raises:
-            CardError: it is no archive, or its card is damaged.
+            CardError: the file is not an archive, or its card is damaged.
         """
         with _named_errors(self._path):
             return parse_card(self._opened.read(CARD_FILE).decode(), self._path / CARD_FILE)
@@ -189,39 +189,39 @@ class OpenArchive:
                 raise CardError(f"{self._path}: {name} was changed after it was packed")
 
     def manifest(self) -> dict[str, Any]:
-        """What TorchServe reads of it, as JSON values.
+        """Return TorchServe's manifest, as JSON values.
 
         Raises:
-            CardError: it is no archive.
+            CardError: the file is not an archive.
         """
         with _named_errors(self._path):
             return dict(json.loads(self._opened.read(MANIFEST_FILE)))
 
     def name(self) -> str:
-        """The name that it was packed to be served by.
+        """Return the model name that it was packed for.
 
         Raises:
-            CardError: it is no archive.
+            CardError: the file is not an archive.
         """
         with _named_errors(self._path):
             return str(self.manifest()["model"]["modelName"])
 
     def serving(self) -> Serving:
-        """How it says that it is served.
+        """Return the serving settings.
 
         Raises:
-            CardError: as `serving_in`.
+            CardError: see `serving_in`.
         """
         with _named_errors(self._path):
-            if (size := self._opened.getinfo(SERVING_FILE).file_size) > MOST_BYTES:  # it may be asked before `check`
+            if (size := self._opened.getinfo(SERVING_FILE).file_size) > MOST_BYTES:  # may be called before `check`
                 raise ValueError(f"its {SERVING_FILE} has {size} bytes")
             return parse_serving(self._opened.read(SERVING_FILE).decode(), self._path / SERVING_FILE)
 
     def known(self) -> KnownAnswer | None:
-        """The image whose answer it knows; None if there is none.
+        """Return the known answer. None if there is none.
 
         Raises:
-            CardError: as `instructions_in`.
+            CardError: see `instructions_in`.
         """
         with _named_errors(self._path):
             if KNOWN_FILE not in self._opened.namelist():
@@ -235,7 +235,7 @@ def open_archive(archive: Path) -> Iterator[OpenArchive]:
 
     Raises:
         UserError: there is no such file.
-        CardError: it is not an archive of this project.
+        CardError: the file is not an archive of this project.
     """
     with ExitStack() as stack:
         with _named_errors(archive):
@@ -245,7 +245,7 @@ def open_archive(archive: Path) -> Iterator[OpenArchive]:
 
 @contextmanager
 def _named_errors(archive: Path) -> Iterator[None]:
-    """Errors of reading an archive as the project's own, which name it."""
+    """Convert errors of reading an archive to the project's own, with its path."""
     try:
         yield
     except FileNotFoundError:
@@ -255,21 +255,21 @@ def _named_errors(archive: Path) -> Iterator[None]:
 
 
 def card_bytes(card: Card) -> bytes:
-    """The text of a card, as its file would be."""
+    """Return the content of a card's file."""
     with tempfile.TemporaryDirectory() as folder:
         write_card(Path(folder), card)
         return (Path(folder) / CARD_FILE).read_bytes()
 
 
 def json_bytes(body: object) -> bytes:
-    """A JSON document of an archive."""
+    """Return a JSON document for an archive."""
     return (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def write_zip(destination: Path, entries: dict[str, bytes | Path]) -> None:
-    """Write a zip whose bytes depend on ``entries`` alone, by way of a temporary file.
+    """Write a zip through a temporary file. Its bytes depend only on ``entries``.
 
-    Stored, not deflated: weights do not compress, and zlib's output differs between its versions.
+    Entries are stored, not deflated: weights do not compress, and zlib's output differs between its versions.
     """
     handle, temporary = tempfile.mkstemp(dir=destination.parent, prefix=f".{destination.name}.")
     try:
@@ -277,7 +277,7 @@ def write_zip(destination: Path, entries: dict[str, bytes | Path]) -> None:
             for name in sorted(entries):
                 content = entries[name]
                 info = zipfile.ZipInfo(name, _ZIP_TIME)
-                info.create_system = 3  # Unix, wherever it is written
+                info.create_system = 3  # Unix, on every system
                 info.external_attr = 0o100644 << 16
                 if isinstance(content, bytes):
                     archive.writestr(info, content)

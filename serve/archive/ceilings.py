@@ -1,7 +1,7 @@
-"""Ceilings: the most that an archive may ask for of the server that serves it.
+"""Ceilings: the most that a server allows an archive to demand.
 
-An archive's ``serving.json`` says how it is served: processes, threads, pixels, seconds. Whoever packed it wrote that.
-The ceilings are the operator's: no archive exceeds them, signed or not.
+The packer of an archive wrote its ``serving.json`` with processes, threads, pixels and seconds. The ceilings are the
+operator's. No archive exceeds them, signed or not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ceilings(Config):
     batch_seconds: float = Field(default=300.0, gt=0, description="Seconds for the images of all requests at once.")
 
     def raised_by(self, options: ServingOptions) -> Ceilings:
-        """Return these ceilings, raised to what the operator asks for by the options of a command."""
+        """Return these ceilings, raised to what the operator demands by the options of a command."""
         given: dict[str, float] = {
             name: getattr(options, name) or 1 for name in options.model_fields_set if name in Ceilings.model_fields
         }
@@ -56,14 +56,14 @@ class Ceilings(Config):
         return self.model_copy(update={name: max(getattr(self, name), value) for name, value in given.items()})
 
     def check(self, archive: Path, serving: Serving) -> None:
-        """See that what an archive asks for is below the ceilings.
+        """Check that an archive demands no more than the ceilings.
 
         Args:
-            archive: for the message.
-            serving: what it asks for.
+            archive: its path, for the message.
+            serving: its settings.
 
         Raises:
-            CardError: it asks for more.
+            CardError: it demands more.
         """
         for name, asked in _demands(serving):
             if asked > (most := getattr(self, name)):
@@ -75,16 +75,16 @@ class Ceilings(Config):
 
 
 def _demands(serving: Serving) -> Iterator[tuple[str, float]]:
-    """What an archive asks for, by the ceiling that it is below."""
+    """Yield an archive's demands, with the name of each ceiling."""
     for name in Ceilings.model_fields:
         if name == "threads":
             yield name, max(execution.threads or 1 for execution in serving.executions)
         elif name in _BUDGET:
             yield name, _counted(getattr(serving.budget, name))
         else:
-            yield name, getattr(serving, name) or 1  # None: as many as there are cores, at most 8
+            yield name, getattr(serving, name) or 1  # None: one for each core, at most 8
 
 
 def _counted(value: float | None) -> float:
-    """A limit of decoding as a number: None is no limit."""
+    """Return a limit of decoding as a number. None is no limit."""
     return math.inf if value is None else value

@@ -1,4 +1,4 @@
-"""Private copies of archives and artifact folders, so that nobody can swap what was looked at before it is used."""
+"""Private copies of archives and artifact folders, so that nobody can change checked files before their use."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _CHUNK_BYTES = 1 << 20  # bytes
 
 
 def private_copy(source: Path, into: Path) -> Path:
-    """Copy an archive, or what is loaded of an artifact folder, to ``into / source.name``.
+    """Copy an archive, or the loaded files of an artifact folder, to ``into / source.name``.
 
-    Of a folder these are the card, the files that it names, ``serving.json`` and ``known.json``: not the timings, which
-    are written anew beside them. Nothing is checked but that they are plain files.
+    From a folder it copies the card, the files that it names, ``serving.json`` and ``known.json``. It does not copy
+    timings, which are later rewritten beside them. It checks only that they are plain files.
 
     Args:
         source: a ``.mar`` file, or an artifact folder.
-        into: a folder of this user's alone (mode 700).
+        into: a private folder of this user (mode 700).
 
     Raises:
-        UserError: the source is not there, something cannot be copied, or ``into`` is open to others.
-        CardError: a link, a pipe or the like lies among the files; the folder's card cannot be read.
+        UserError: the source does not exist, something cannot be copied, or ``into`` is open to others.
+        CardError: there is a link, a pipe or similar among the files, or the folder's card cannot be read.
     """
     found = into.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -46,18 +46,18 @@ def private_copy(source: Path, into: Path) -> Path:
 
 
 def copy_file(source: Path, copy: Path, *, follow: bool = False) -> None:
-    """Copy one plain file to a new one that only this user reads.
+    """Copy one plain file to a new one that only this user can read.
 
     Args:
         source: the file.
-        copy: nothing lies there yet.
+        copy: the new path, where no file may exist.
         follow: whether ``source`` may be a link.
 
     Raises:
-        UserError: it cannot be read or written.
-        CardError: it is no plain file.
+        UserError: a file cannot be read or written.
+        CardError: the source is not a plain file.
     """
-    # Not blocking, or a pipe in a file's place would hold the start for ever.
+    # Non-blocking: a pipe at this path would block the start for ever.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
         if source.is_symlink() and not follow:
@@ -69,13 +69,13 @@ def copy_file(source: Path, copy: Path, *, follow: bool = False) -> None:
             with os.fdopen(new, "wb") as writing:
                 shutil.copyfileobj(reading, writing, _CHUNK_BYTES)
     except OSError as error:
-        # What fails in reading or writing, as on a full disk, names no file.
+        # Errors of reading or writing, for example on a full disk, name no file.
         into = "" if error.filename == str(source) else f" to {copy.parent}"
         raise UserError(f"{source}: cannot be copied{into} ({error.strerror or error})") from None
 
 
 def remove_copy(copy: Path) -> None:
-    """Remove what `private_copy` made, whole or not; there need be nothing."""
+    """Remove a result of `private_copy`, even if it is incomplete or missing."""
     if copy.is_dir() and not copy.is_symlink():
         shutil.rmtree(copy, ignore_errors=True)
     else:

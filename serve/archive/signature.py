@@ -1,8 +1,8 @@
-"""Signatures of archives and artifact folders: OpenSSF Model Signing with a key of one's own, no network.
+"""Signatures of archives and artifact folders by OpenSSF Model Signing, with the user's own key and no network.
 
-A signature lies beside what it is of, as ``<name>.sig``: a Sigstore bundle that any implementation of the
-specification reads (https://github.com/ossf/model-signing-spec). It says who vouches for the bytes, and nothing about
-what they do.
+A signature is beside its file, as ``<name>.sig``. It is a Sigstore bundle that any implementation of the specification
+reads (https://github.com/ossf/model-signing-spec). It proves who signed the bytes, and says nothing about their
+effects.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _KINDS = "it must be on the curve P-256, P-384 or P-521, in PEM"
 
 
 class SignatureError(PipelineError):
-    """What should be signed is not, or not by whom it should be, or was changed afterwards."""
+    """A required signature is missing, from another signer, or does not match the content."""
 
 
 def signature_path(signed: Path) -> Path:
-    """Where the signature of an archive or a folder lies."""
+    """Return the path of the signature of an archive or a folder."""
     return signed.with_name(signed.name + SIGNATURE_ENDING)
 
 
 def sign(path: Path, key: Path, *, password: str | None = None) -> Path:
-    """Sign an archive, or what is loaded of an artifact folder, and write the signature beside it.
+    """Sign an archive, or the loaded files of an artifact folder, and write the signature beside it.
 
     Args:
         path: the ``.mar`` file or the folder.
         key: a private key on the curve P-256, P-384 or P-521, in PEM.
-        password: the key's, if it is encrypted.
+        password: the key's password, if it is encrypted.
 
     Returns:
         The signature's path.
@@ -49,7 +49,7 @@ def sign(path: Path, key: Path, *, password: str | None = None) -> Path:
         raise UserError(f"{path}: there is nothing to sign")
     signing = _library("signing")
     try:
-        # The library takes the password for text, and its cryptography for bytes (model-signing 1.1.1).
+        # The library declares a text, but its cryptography needs bytes (model-signing 1.1.1).
         secret = None if password is None else password.encode()
         signer = signing.Config().use_elliptic_key_signer(private_key=key, password=secret)
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -65,19 +65,19 @@ def sign(path: Path, key: Path, *, password: str | None = None) -> Path:
 
 
 def check_signature(path: Path, keys: Sequence[Path], signature: Path | None = None) -> Path:
-    """See that one of ``keys`` signed exactly what lies at ``path``.
+    """Check that one of ``keys`` signed exactly the content of ``path``.
 
     Args:
-        path: the ``.mar`` file, or a folder as `private_copy.private_copy` leaves it. Whoever goes on to use it sees to
-            it that nobody changes it meanwhile.
-        keys: public keys in PEM; any of them will do.
-        signature: where the signature is, if not beside it.
+        path: the ``.mar`` file, or a folder from `private_copy.private_copy`. The caller must ensure that nobody
+            changes it before its use.
+        keys: public keys in PEM. One of them is enough.
+        signature: path of the signature. None: beside it.
 
     Returns:
-        The key that it was.
+        The key that signed it.
 
     Raises:
-        SignatureError: it is not signed, by none of the keys, or was changed after it was signed.
+        SignatureError: it is not signed, by none of the keys, or was changed afterwards.
         UserError: a key cannot be used, or model-signing is not installed.
     """
     signature = signature or signature_path(path)
@@ -103,10 +103,10 @@ def check_signature(path: Path, keys: Sequence[Path], signature: Path | None = N
 
 
 def verify(path: Path, keys: Sequence[Path]) -> Path:
-    """As `check_signature`, of an archive or an artifact folder as it lies in a store.
+    """Check the signature of an archive or an artifact folder in a store; see `check_signature`.
 
     Raises:
-        UserError: there is nothing to verify, or no key to do it with.
+        UserError: there is nothing to verify, or no key.
         CardError: the folder is no artifact.
     """
     if not path.exists():
@@ -119,7 +119,7 @@ def verify(path: Path, keys: Sequence[Path]) -> Path:
 
 
 def _hashing() -> Any:
-    """How files are counted: all of them. The library's default leaves out ``.gitignore`` and its like."""
+    """Return the hashing of all files. The library's default leaves out ``.gitignore`` and similar files."""
     files = _library("hashing").Config().use_file_serialization(hashing_algorithm="sha256", allow_symlinks=False)
     return files.set_ignored_paths(paths=[], ignore_git_paths=False)
 
@@ -134,7 +134,7 @@ def _library(name: str) -> Any:
 
 
 def _why(error: Exception) -> str:
-    """What went wrong, in one line; cryptography says nothing of a signature that does not fit."""
+    """Return the reason in one line. cryptography gives none for a wrong signature."""
     if type(error).__name__ == "InvalidSignature":
         return "it was made with another key, or changed"
     return (error.strerror if isinstance(error, OSError) else None) or first_line(error)

@@ -1,6 +1,6 @@
-"""What a starter loads: a private copy of an archive or an artifact folder, checked after it was made.
+"""Loads only a private copy of an archive or artifact folder that was checked after copying.
 
-Between a check of the file in the store and its use somebody could swap it; nobody but this user reaches the copy.
+A file in the store could be changed between its check and its use. Nobody but this user can reach the copy.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SETTINGS_FILE = "serve.toml"
 
 @dataclass(frozen=True)
 class Policy:
-    """What may be loaded.
+    """The rules for what may be loaded.
 
     Attributes:
-        keys: public keys, one of which must have signed it; empty: it need not be signed.
-        foreign_code: a server that runs what is in an archive, as TorchServe does, may be given an unsigned one whose
-            Python is not this installation's.
-        known: what is served must have an image whose answer is known, for which it is asked first.
-        ceilings: the most that an archive may ask for.
+        keys: public keys, one of which must have signed it. Empty: no signature is needed.
+        foreign_code: whether TorchServe, which runs an archive's Python, may load an unsigned archive with other Python
+            than this installation's.
+        known: whether a known answer is needed, and is checked first.
+        ceilings: the most that an archive may demand.
     """
 
     keys: tuple[Path, ...] = ()
@@ -47,7 +47,7 @@ class Policy:
     ceilings: Ceilings = field(default_factory=Ceilings)
 
     def without_known(self, archive: Path) -> None:
-        """See that an archive may be served which has no known answer.
+        """Check that an archive without a known answer may be served.
 
         Raises:
             CardError: it may not.
@@ -85,7 +85,7 @@ class KnownSettings(Config):
     )
 
 
-# What a store's ``serve.toml`` may have.
+# The tables of a store's ``serve.toml``.
 _TABLES = ("signing", "known", "ceilings")
 
 
@@ -97,17 +97,17 @@ def policy_of(
     known: bool = False,
     options: ServingOptions | None = None,
 ) -> Policy:
-    """What may be loaded from a store: as its ``serve.toml`` says, and as a command line says.
+    """Return the policy of a store, from its ``serve.toml`` and a command line.
 
     Args:
-        store: holds the runs.
-        required: keys that are named on the command line, which stand instead of the file's.
-        foreign_code: allow it whatever the file says.
-        known: ask for known answers whatever the file says.
-        options: how the command line says that it is served: who asks there for more than a ceiling may.
+        store: the folder of the runs.
+        required: keys from the command line, in place of the file's.
+        foreign_code: allow foreign code, whatever the file says.
+        known: need known answers, whatever the file says.
+        options: serving options of the command line. They raise the ceilings that they exceed.
 
     Raises:
-        UserError: the file cannot be read, or says what is not understood; a key is not there.
+        UserError: the file cannot be read or is invalid, or a key does not exist.
     """
     path = store / SETTINGS_FILE
     tables: dict[str, Any] = {}
@@ -139,32 +139,30 @@ def policy_of(
     return Policy(keys, foreign_code or settings.foreign_code, known, ceilings)
 
 
-#: What in an archive, by path, would be run or obeyed, and is not what this installation would pack there.
+#: Returns the paths of code or configuration in an archive that this installation would not pack.
 ForeignParts = Callable[[OpenArchive, Card], list[str]]
 
 
 def verified_copy(source: Path, policy: Policy, into: Path, *, foreign: ForeignParts | None) -> Path:
-    """Copy an archive or an artifact folder to where nobody else can write, check the copy, and return it.
+    """Copy an archive or an artifact folder to a private folder, check the copy, and return it.
 
-    It is whole, by the hashes of its card. An archive asks for no more than the ceilings. Where the policy says so, it
-    is signed, and then it is the archive of the model that its file is named after: a signed one cannot stand in for
-    another.
+    The hashes in its card must match. An archive must demand no more than the ceilings. If the policy needs a
+    signature, the archive must also have the model name of its file, so that no signed archive can replace another.
 
     Args:
         source: a ``.mar`` file, or an artifact folder.
-        policy: what may be loaded.
-        into: a private folder (700) of the caller's.
-        foreign: `serve.torchserve.archive_builder.foreign_parts` where an archive's Python will be run, as TorchServe
-            does. Then it must be signed, or be this installation's, unless the policy allows others. None: it is not
-            run.
+        policy: the rules for what may be loaded.
+        into: a private folder (700) of the caller.
+        foreign: `serve.torchserve.archive_builder.foreign_parts` if the archive's Python will be run, as in TorchServe.
+            The Python must then be signed or this installation's, unless the policy allows others. None: it is not run.
 
     Returns:
-        The copy: a path in ``into`` of the same name.
+        The copy: a path in ``into`` with the same name.
 
     Raises:
         SignatureError: the policy does not allow it.
-        CardError: it is not whole, or no archive or artifact.
-        UserError: it is not there or cannot be copied, or ``into`` is open to others.
+        CardError: it is damaged, or no archive or artifact.
+        UserError: it does not exist or cannot be copied, or ``into`` is open to others.
     """
     copy = into / source.name
     signature = signature_path(copy)
@@ -194,7 +192,7 @@ def verified_copy(source: Path, policy: Policy, into: Path, *, foreign: ForeignP
 
 @contextmanager
 def _source_errors(source: Path, copy: Path) -> Iterator[None]:
-    """What is wrong with a copy as what is wrong with its source: the copy is gone when somebody reads of it."""
+    """Name the source in errors about a copy, because the copy is gone when somebody reads them."""
     try:
         yield
     except (CardError, SignatureError) as error:
@@ -203,7 +201,7 @@ def _source_errors(source: Path, copy: Path) -> Iterator[None]:
 
 def _check_archive(source: Path, archive: OpenArchive, policy: Policy, foreign: ForeignParts | None) -> None:
     card = archive.check()
-    # Our own server runs no Python of an archive's, and has no more processes than cores whatever an archive asks for.
+    # The own server runs no Python of an archive, and never more processes than cores.
     asked = archive.serving()
     policy.ceilings.check(source, asked if foreign is not None else dataclasses.replace(asked, workers=1))
     if policy.keys:

@@ -1,5 +1,5 @@
-"""What both packages and every room of this one stand on: settings, places in a store, command lines, progress.
+"""Common parts of both packages and of every room here: settings, paths in a store, command lines, progress.
 
-In: what a person, a file or a program asks for, in words. Does: checks it and names it, once for all.
-Out: frozen settings, paths, options of a command line, errors of one line.
+Input: wishes of a person, a file or a program. Work: check them and name them in one place. Output: frozen settings,
+paths, command-line options, errors of one line.
 """

@@ -1,4 +1,4 @@
-"""What both command lines have in common: a mistake is one line on stderr and an exit code, never a traceback."""
+"""Common parts of both command lines. A mistake gives one line on stderr and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from serve.runtime.errors import PipelineError
 
-# Typer has its own copy of click since 0.20, and exports only this exception of it.
+# Typer has its own copy of click since 0.20, and exports only this exception from it.
 _USAGE_ERROR: type[Exception]
 _CLICK_ERROR: type[Exception]
 _, _USAGE_ERROR, _CLICK_ERROR = typer.BadParameter.__mro__[:3]
 
 
 class OneLineGroup(TyperGroup):
-    """Commands whose usage errors are one line, and not Typer's box of several."""
+    """Commands whose usage errors are one line, not Typer's box of several."""
 
     def main(
         self,
@@ -51,10 +51,10 @@ class OneLineGroup(TyperGroup):
 
 
 class PlainCommand(TyperCommand):
-    """A command whose help is plain lines, its options under the titles of their panels."""
+    """A command whose help is plain lines, with options under the titles of their panels."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write them."""
+        """Write the options."""
         found = [(param, param.get_help_record(ctx)) for param in self.get_params(ctx)]
         kinds = {"argument": "Arguments", "option": "Options"}
         _write_sections(
@@ -68,10 +68,10 @@ class PlainCommand(TyperCommand):
 
 
 class PlainGroup(OneLineGroup):
-    """A group whose help is plain lines, its commands under the titles of their panels."""
+    """A group whose help is plain lines, with commands under the titles of their panels."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write them."""
+        """Write the commands."""
         found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         room = formatter.width - 6 - max(len(name) for name, _ in found)
         _write_sections(
@@ -85,13 +85,13 @@ class PlainGroup(OneLineGroup):
 
 
 def _write_sections(formatter: Any, entries: Sequence[tuple[str, tuple[str, str]]]) -> None:
-    """Write entries under their titles, in the order in which these are first met."""
+    """Write entries under their titles, in the order of each title's first entry."""
     for title in dict.fromkeys(title for title, _ in entries):
         with formatter.section(title):
             formatter.write_dl([entry for other, entry in entries if other == title])
 
 
-#: What stands for a character that an output's encoding does not have.
+#: Replacements for characters that an output's encoding lacks.
 _REPLACEMENTS = {
     "Δ": "d",
     "Σ": "S",
@@ -113,7 +113,7 @@ _REPLACEMENTS = {
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
-    """Plain characters for those that cannot be encoded: a handler of `codecs`."""
+    """Replace characters that cannot be encoded by plain ones: an error handler for `codecs`."""
     assert isinstance(error, UnicodeEncodeError)
     return "".join(_REPLACEMENTS.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
@@ -122,15 +122,15 @@ codecs.register_error("plain", _plain)
 
 
 def _use_plain_characters() -> None:
-    """Have output in another encoding than UTF-8 go on with plain characters, where Python would raise."""
+    """Let output in another encoding than UTF-8 use plain characters. Python would raise."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
-            with contextlib.suppress(OSError):  # something was written that cannot be flushed
+            with contextlib.suppress(OSError):  # earlier output cannot be flushed
                 stream.reconfigure(errors="plain")
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    """Refuse options without a value in their quotes, such as ``--store ''``, which would mean the current folder.
+    """Refuse options with an empty value, for example ``--store ''``, which would mean the current folder.
 
     Raises:
         click's UsageError: it names the option.
@@ -153,11 +153,11 @@ def _report_usage_error(error: Any) -> int:
 
 @contextlib.contextmanager
 def reported(interrupted: str = "interrupted") -> Iterator[None]:
-    """Turn what goes wrong into one line on stderr and an exit code.
+    """Report errors in the block as one line on stderr and an exit code.
 
-    Exit codes: the error's own (2 for the user's mistakes, 1 for the others); 2 for what the system refuses (a full
-    disk, no permission), named with its file; 130 for Ctrl-C, with the line ``interrupted``; 1 without a word where
-    whoever reads our output has gone.
+    Exit codes: the error's own (2 for the user's mistakes, 1 for others). 2 if the system refuses something (a full
+    disk, no permission), with the file's name. 130 for Ctrl-C, with the line ``interrupted``. 1 without a message if
+    the reader of the output has gone.
     """
     try:
         yield

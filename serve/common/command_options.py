@@ -1,4 +1,4 @@
-"""Options of a command line and their reference, made from the fields of settings: nothing is declared twice."""
+"""Command-line options and their reference, built from the fields of settings. Nothing is declared twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from serve.common.command_line import reported
 from serve.common.config import Config, Option, OptionsOf
 
-#: What follows a description's first sentence, and what it says of a default that the help shows apart.
+#: Everything after a description's first sentence, and its default, which the help shows elsewhere.
 _REST = re.compile(r"; None: [^.]*|(?<=\.)\s.*", re.DOTALL)
 
 Command = Callable[..., None]
@@ -35,32 +35,32 @@ class Entry:
 
     @property
     def option(self) -> Option:
-        """What the field says about its option."""
+        """The field's own facts about its option."""
         return next((each for each in self.field.metadata if isinstance(each, Option)), Option())
 
     @property
     def flag(self) -> str:
-        """How the option is written; empty for an argument, which is a field without a default."""
+        """The option's name, for example ``--port``. Empty for an argument: a field without a default."""
         return "" if self.field.is_required() else self.option.flag or f"--{self.name.replace('_', '-')}"
 
     @property
     def variable(self) -> str:
-        """What ``make`` calls it."""
+        """The variable of ``make``."""
         return self.option.variable or (self.flag or self.name).removeprefix("--").replace("-", "_").upper()
 
     @property
     def metavar(self) -> str | None:
-        """What stands for the value in help texts; None: what typer writes."""
+        """The placeholder for the value in help texts. None: typer's own."""
         if self.option.metavar is not None or self.kind is bool:
             return self.option.metavar
         return "|".join(_choices(self.field)) or ("N" if self.kind is int else None)
 
     @property
     def kind(self) -> Any:
-        """The type that typer reads.
+        """The type for typer.
 
         Raises:
-            TypeError: the field's type does not say that, and no `Option` does.
+            TypeError: neither the field's type nor an `Option` gives it.
         """
         if self.option.kind is not None:
             return self.option.kind
@@ -74,17 +74,17 @@ class Entry:
 
     @property
     def default(self) -> str:
-        """The default in words; empty where there is none to name."""
+        """The default in words. Empty if there is none to show."""
         value = None if self.within or self.field.is_required() else self.field.get_default(call_default_factory=True)
         return self.option.usual or ("" if value is None or self.option.read is not None else str(value))
 
 
 def entries(kind: type[Config], only: Collection[str] | None = None) -> Iterator[Entry]:
-    """The options of settings, in the order of their fields.
+    """Yield the options of settings, in the order of their fields.
 
     Args:
         kind: the class of the settings.
-        only: names of the fields that are options; None: all.
+        only: names of the fields that are options. None: all.
     """
     for name, field in kind.model_fields.items():
         group = _group(field)
@@ -93,7 +93,7 @@ def entries(kind: type[Config], only: Collection[str] | None = None) -> Iterator
 
 
 def _group(field: FieldInfo) -> OptionsOf | None:
-    """The settings whose fields are options in a field's place."""
+    """Return the settings whose fields are options in place of a field. None: there are none."""
     return next((each for each in field.metadata if isinstance(each, OptionsOf)), None)
 
 
@@ -104,9 +104,9 @@ def with_options(
 
     Args:
         kind: the class of the settings.
-        parameter: the command's parameter that takes such settings, with what was given set. The options stand in its
-            place in the help.
-        only: names of the fields that are options; None: all.
+        parameter: the command's parameter for such settings. It receives the given ones, and the options take its place
+            in the help.
+        only: names of the fields that are options. None: all.
         panel: title of the options in the help.
     """
     added = [*entries(kind, only)]
@@ -136,7 +136,7 @@ def with_options(
 
 
 def options_table(kind: type[Config], only: Collection[str] | None = None) -> str:
-    """A table in Markdown of the options of settings: how ``make`` calls them, what they mean, their defaults."""
+    """Return a Markdown table of the options: name, variable of ``make``, meaning and default."""
     rows = [("option", "with `make`", "meaning", "default"), ("---",) * 4]
     for entry in entries(kind, only):
         value = "" if entry.kind is bool else entry.metavar or (entry.flag or entry.name).rpartition("-")[2].upper()
@@ -152,11 +152,11 @@ def _cell(text: str) -> str:
 
 def _is_given(entry: Entry, context: typer.Context) -> bool:
     source = context.get_parameter_source(entry.name)
-    return source is None or source.name != "DEFAULT"  # of typer's own copy of click, which exports no such name
+    return source is None or source.name != "DEFAULT"  # typer has its own copy of click, and does not export this class
 
 
 def _settings(kind: type[Config], given: Iterable[tuple[Entry, Any]]) -> Config:
-    """The settings of what was given on the command line.
+    """Return the settings given on the command line.
 
     Raises:
         UserError: a value is illegal.
@@ -174,13 +174,13 @@ def _settings(kind: type[Config], given: Iterable[tuple[Entry, Any]]) -> Config:
 
 
 def _choices(field: FieldInfo) -> tuple[str, ...]:
-    """The words that a field may be, where its type names them."""
+    """Return the words that a field may have, if its type names them."""
     parts = [part for part in _parts(field.annotation) if typing.get_origin(part) is typing.Literal]
     return tuple(word for part in parts for word in typing.get_args(part))
 
 
 def _parts(annotation: Any) -> tuple[Any, ...]:
-    """The types that a value may have, None apart."""
+    """Return the types that a value may have, without None."""
     if typing.get_origin(annotation) is Annotated:
         return _parts(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -191,7 +191,7 @@ def _parts(annotation: Any) -> tuple[Any, ...]:
 
 
 def _parameter(entry: Entry, panel: str | None) -> inspect.Parameter:
-    """The parameter of a command that typer makes the option of."""
+    """Return the command parameter from which typer makes the option."""
     own, kind, field = entry.option, entry.kind, entry.field
     words: dict[str, Any] = {"help": _REST.sub("", field.description or ""), "metavar": entry.metavar}
     if typing.get_origin(kind) is list:

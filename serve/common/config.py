@@ -1,4 +1,4 @@
-"""What all settings have in common: typed, validated, frozen, described by their fields, refused in one line."""
+"""The base class of all settings: typed, validated, frozen, described by their fields, with errors of one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from serve.runtime.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with one setting; ``field`` is empty where it is about several of them."""
+    """A fault in one setting. ``field`` is empty if it concerns several of them."""
 
     field: str
     message: str
@@ -30,18 +30,18 @@ class Fault:
 
 @dataclass(frozen=True)
 class Option:
-    """How a field of settings is written on a command line, where its name and type do not say that.
+    """How the command line writes a field of settings, if its name and type do not say so.
 
-    It stands in the field's annotation: ``Annotated[tuple[int, ...], Option(metavar="SIZE,SIZE…", read=sizes)]``.
+    It belongs in the field's annotation: ``Annotated[tuple[int, ...], Option(metavar="SIZE,SIZE…", read=sizes)]``.
 
     Attributes:
-        flag: ``--name``; by default the field's name.
-        metavar: stands for the value in help texts.
-        kind: what typer makes of the words: ``str``, ``Path``, ``list[str]`` …; by default as the field's type says.
-        read: makes the field's value of that; it may raise `UserError`.
-        usual: the default in words, where the field's default is None or empty.
-        variable: what ``make`` calls it; by default the flag in capitals.
-        negatable: a flag that also exists as ``--no-name``.
+        flag: ``--name``. Default: the field's name.
+        metavar: placeholder for the value in help texts.
+        kind: typer's type of the words: ``str``, ``Path``, ``list[str]`` …. Default: the field's type.
+        read: converts that to the field's value. It may raise `UserError`.
+        usual: the default in words, if the field's default is None or empty.
+        variable: the variable of ``make``. Default: the flag in capitals.
+        negatable: whether the flag also exists as ``--no-name``.
     """
 
     flag: str = ""
@@ -55,11 +55,11 @@ class Option:
 
 @dataclass(frozen=True)
 class OptionsOf:
-    """In the annotation of a field: the command line has an option for each field of the settings ``kind``.
+    """For a field's annotation: the command line has an option for each field of the settings ``kind``.
 
     Attributes:
         kind: a class of settings.
-        read: makes the value of the annotated field of the options that were given, which are at least one.
+        read: returns the annotated field's value for the given options, at least one.
     """
 
     kind: type[Config]
@@ -67,12 +67,12 @@ class OptionsOf:
 
 
 class _Settings(ModelMetaclass):
-    """Constructs settings with the project's own refusals, and keeps pydantic's 60 methods out of ``help()``.
+    """Creates settings with the project's own errors, and hides pydantic's 60 methods from ``help()``.
 
-    Here and not in an ``__init__``, which pydantic would call from ``model_validate`` too.
+    A metaclass, because pydantic would also call an ``__init__`` from ``model_validate``.
     """
 
-    def __call__(cls, *args: Any, **settings: Any) -> Any:  # noqa: N805 - the class is what a metaclass's method is of
+    def __call__(cls, *args: Any, **settings: Any) -> Any:  # noqa: N805 - the class is a metaclass's self
         try:
             return super().__call__(*args, **settings)
         except ValidationError as error:
@@ -86,21 +86,21 @@ class _Settings(ModelMetaclass):
 
 
 class Config(BaseModel, metaclass=_Settings):
-    """Settings: typed, validated, frozen; unknown fields are refused. Safe to share between threads.
+    """Settings: typed, validated, frozen. Unknown fields are refused. Threads may share them.
 
     Raises:
-        UserError: a setting is unknown or has an illegal value; each is named, with its value, after the class's name
-            or the ``title`` of its ``model_config``.
+        UserError: a setting is unknown or has an illegal value. Each is named with its value, after the class's name or
+            the ``title`` of its ``model_config``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    #: Where a kind's settings are described, so that the kinds that inherit them need not do it again.
+    #: Where a class's settings are documented, so that subclasses need not repeat it.
     described_by: ClassVar[str | None] = None
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Describe each field in the class's documentation, where ``help()`` and editors look."""
+        """Add each field to the class's docstring, for ``help()`` and editors."""
         own = inspect.cleandoc(cls.__dict__.get("__doc__") or cls.__name__)
         usual = defaults(cls)
         general = cls._inherited_settings()
@@ -113,14 +113,14 @@ class Config(BaseModel, metaclass=_Settings):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_truth_values(cls, value: object, info: ValidationInfo) -> object:
-        """YAML's ``yes``, ``on`` and ``true`` are no numbers, though Python counts with them, and pydantic lets it."""
+        """Refuse YAML's ``yes``, ``on`` and ``true`` as numbers. Python and pydantic accept them."""
         if isinstance(value, bool) and _is_number(cls.model_fields[str(info.field_name)].annotation):
             raise ValueError("input should be a number")
         return value
 
     @classmethod
     def _inherited_settings(cls) -> list[str]:
-        """The settings that are inherited as they are from a kind that is described by itself."""
+        """Return the settings that are inherited unchanged from a class with its own documentation."""
         for number, kind in enumerate(cls.__mro__):
             if issubclass(kind, Config) and vars(kind).get("described_by") is not None:
                 own = {name for nearer in cls.__mro__[:number] for name in vars(nearer).get("__annotations__", {})}
@@ -128,14 +128,14 @@ class Config(BaseModel, metaclass=_Settings):
         return []
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """What ``repr`` tells: the settings that were given and are not as they usually are."""
+        """Yield the given settings that differ from their defaults, for ``repr``."""
         usual = defaults(type(self))
         for name, value in super().__repr_args__():
             if name not in usual or (name in self.model_fields_set and value != usual[name]):
                 yield name, value
 
     def _repr_html_(self) -> str:
-        """Every setting, with what it means; those that are not as usual are said to be so."""
+        """Return every setting with its meaning, and the default of changed ones."""
         usual = defaults(type(self))
         rows = {}
         for name, field in type(self).model_fields.items():
@@ -147,7 +147,7 @@ class Config(BaseModel, metaclass=_Settings):
 
 
 def defaults(kind: type[BaseModel]) -> dict[str, Any]:
-    """What each setting is where none is given; some depend on others that stand before them."""
+    """Return the default of each setting. Some depend on earlier settings."""
     found: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
         if not field.is_required():
@@ -156,7 +156,7 @@ def defaults(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def faults(kind: type[BaseModel], error: ValidationError) -> list[Fault]:
-    """What pydantic found wrong, in the project's words: the value, and what would be right."""
+    """Return pydantic's errors in the project's format: the value, and what would be right."""
     return _faults_of(kind, error.errors())
 
 
@@ -182,7 +182,7 @@ def _faults_of(kind: type[BaseModel], entries: Sequence[Mapping[str, Any]]) -> l
 
 
 def settings_within(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The kind of the settings that a setting holds, or may hold beside None; None if it is of another type."""
+    """Return the class of the settings inside a setting, which may also be None. None if it has another type."""
     annotation: Any = kind.model_fields[name].annotation if name in kind.model_fields else None
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     parts = [part for part in (typing.get_args(annotation) if union else (annotation,)) if part is not types.NoneType]
@@ -197,7 +197,7 @@ def _is_number(annotation: Any) -> bool:
 
 
 def _known(kind: type[BaseModel], name: str) -> list[str]:
-    """The settings of a kind; those inside of one of them, where that is a mapping by what the user names."""
+    """Return the settings of a class, or those inside one of its mappings."""
     if name not in kind.model_fields:
         return list(kind.model_fields)
     annotation: Any = kind.model_fields[name].annotation
@@ -207,7 +207,7 @@ def _known(kind: type[BaseModel], name: str) -> list[str]:
 
 
 def _described(name: str, field: FieldInfo, usual: Mapping[str, Any]) -> str:
-    """A field as a paragraph: its name, type and default; what it means."""
+    """Return a field as a paragraph: name, type, default and meaning."""
     return _paragraph(f"{_head(name, field, usual)}: {field.description or ''}")
 
 
@@ -222,11 +222,11 @@ def _paragraph(text: str) -> str:
 
 
 def spelled(annotation: Any) -> str:
-    """A type as it is written in code, without the modules' names."""
+    """Return a type as written in code, without module names."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " | ".join(map(repr, parts))
-    if origin is typing.Annotated:  # whose validators are no word for users
+    if origin is typing.Annotated:  # its validators are of no interest to users
         return spelled(parts[0])
     if origin in (typing.Union, types.UnionType):
         return " | ".join(map(spelled, parts))

@@ -1,4 +1,4 @@
-"""Commands in messages, spelled so that whoever reads them can run them where they are."""
+"""Commands in messages, in the form that the reader can run in the current folder."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import shutil
 import sys
 from pathlib import Path
 
-#: The store that commands take where none is named.
+#: The default store of all commands.
 DEFAULT_STORE = Path("model_store")
 
 
 def command(words: str, store: Path = DEFAULT_STORE) -> str:
-    """``serve start RUN`` as ``.venv/bin/python -m serve start RUN``, with the store if it is not the default."""
+    """Return ``serve start RUN`` as ``.venv/bin/python -m serve start RUN``, with a store other than the default."""
     option = "" if store == DEFAULT_STORE else f" --store {shlex.quote(str(store))}"
     return f"{_python()} -m {words}{option}"
 
 
 def target(name: str, otherwise: str, store: Path = DEFAULT_STORE, **variables: str) -> str:
-    """``make NAME VARIABLE=value`` for whoever came by make; the command ``otherwise`` for the others."""
+    """Return ``make NAME VARIABLE=value`` for users of make, and the command ``otherwise`` for others."""
     if "MAKELEVEL" not in os.environ:
         return command(otherwise, store)
     given = variables | ({} if store == DEFAULT_STORE else {"STORE": str(store)})
@@ -27,8 +27,8 @@ def target(name: str, otherwise: str, store: Path = DEFAULT_STORE, **variables: 
 
 
 def _python() -> str:
-    """This interpreter: ``python`` where that is the first on the path, else its path, relative if it lies here."""
-    # Not resolved: the python of an environment is a link to one outside of it.
+    """Return this interpreter: ``python`` if it is first on the path, else its path, relative if possible."""
+    # Not resolved: an environment's python is a link to one outside it.
     own = Path(sys.executable).absolute()
     first = shutil.which("python")
     if first is not None and Path(first).absolute() == own:

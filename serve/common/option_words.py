@@ -1,4 +1,4 @@
-"""How words of the command line become serving options that are no single number or truth value."""
+"""Parses words of the command line for serving options that are no single number or truth value."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from serve.runtime.errors import UserError
 
 
 def sizes(word: str) -> tuple[int, ...]:
-    """The numbers of ``1,8,32``.
+    """Parse ``1,8,32``.
 
     Raises:
-        UserError: one of them is no whole number.
+        UserError: a part is not a whole number.
     """
     try:
         return tuple(int(size) for size in word.split(","))
@@ -24,7 +24,7 @@ def sizes(word: str) -> tuple[int, ...]:
 
 
 def limits(words: Iterable[str]) -> dict[str, Any]:
-    """The mapping of several ``LIMIT=VALUE``.
+    """Parse several ``LIMIT=VALUE`` into a mapping.
 
     Raises:
         UserError: a word has another form.
@@ -33,7 +33,7 @@ def limits(words: Iterable[str]) -> dict[str, Any]:
 
 
 def engine_options(words: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The mapping of several ``ENGINE.NAME=VALUE``: options of engines by their names.
+    """Parse several ``ENGINE.NAME=VALUE`` into the options of each engine.
 
     Raises:
         UserError: a word has another form.
@@ -49,7 +49,7 @@ def engine_options(words: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def _pair(flag: str, word: str) -> tuple[str, Any]:
-    """``NAME=VALUE``; a value is a number, true or false where it can be, else text."""
+    """Parse ``NAME=VALUE``. The value becomes a number, true or false if possible, else text."""
     name, equals, value = word.partition("=")
     if not (name and equals):
         raise UserError(f"{flag} must be NAME=VALUE, got {word!r}")

@@ -1,4 +1,4 @@
-"""How an archive is to be served, in words: what a recipe, a program or a command line may set of `Serving`."""
+"""The serving settings that a recipe, a program or a command line may change in `Serving`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OWN = frozenset(entry.name for entry in dataclasses.fields(Serving))
 
 
 class ServingOptions(Config):
-    """How an archive is served. What is not set stays as it is: as the run found it, or as it usually is."""
+    """The serving settings of an archive. A setting that is not given keeps its value: the run's, or the default."""
 
     workers: int = Field(
         default=Serving.workers,
@@ -99,7 +99,7 @@ class ServingOptions(Config):
     @field_validator("budget", mode="before")
     @classmethod
     def _name_what_differs(cls, value: object) -> object:
-        """Take what a mapping leaves out from the default, and not as unlimited."""
+        """Take missing limits from the default. They are not unlimited."""
         if not isinstance(value, Mapping):
             return value
         known = dataclasses.asdict(SERVING)
@@ -147,14 +147,14 @@ class ServingOptions(Config):
         return value
 
     def over(self, serving: Serving, card: Card) -> Serving:
-        """``serving`` with what is set here.
+        """Return ``serving`` with the settings given here.
 
         Args:
-            serving: how the card's artifact is served otherwise.
-            card: the artifact's.
+            serving: the artifact's settings otherwise.
+            card: the artifact's card.
 
         Raises:
-            UserError: it cannot be served so.
+            UserError: the artifact cannot be served so.
         """
         given = {name: getattr(self, name) for name in self.model_fields_set if name in _OWN}
         try:
@@ -163,7 +163,7 @@ class ServingOptions(Config):
             raise UserError(f"{card.name}: {error}") from None
 
     def on_gpu(self) -> ServingOptions:
-        """The same, with what runs on a GPU before what does not, behind the engines that are named."""
+        """Return these options with all GPU executions preferred, after the named engines."""
         from serve.runtime.engines.base import engines  # imports torch
 
         words = (f"{name}[cuda]" for name, entry in engines().items() if "cuda" in entry.devices)
@@ -193,13 +193,13 @@ class ServingOptions(Config):
 
 
 def _words(execution: Execution) -> tuple[str, str]:
-    """What `ServingOptions.engines` may call it."""
+    """Return the names for an execution in `ServingOptions.engines`."""
     return execution.engine, f"{execution.engine}[{execution.device}]"
 
 
 @contextlib.contextmanager
 def _as_value_error() -> Iterator[None]:
-    """What is wrong with a value, as pydantic wants to be told."""
+    """Convert a `UserError` in the block to pydantic's ValueError."""
     try:
         yield
     except UserError as error:

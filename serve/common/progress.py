@@ -1,4 +1,4 @@
-"""A bar with the time left for whatever takes long, in a terminal or a notebook; nothing in a script or a log."""
+"""A progress bar with the time left, in a terminal or a notebook. In a script or a log it shows nothing."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-#: Steps that take less than this show no bar, seconds.
+#: Seconds. Shorter steps show no bar.
 SHOWN_AFTER_S = 2.0
-_EVERY_S = 0.1  # between two updates
-_TICK_S = 1.0  # between two of a step that does not say how far it is
+_EVERY_S = 0.1  # seconds between two updates
+_TICK_S = 1.0  # seconds between two updates of a step without known progress
 
 
 class Surface(Protocol):
-    """Where a bar is drawn; called from one thread at a time."""
+    """A place to draw a bar. One thread at a time calls it."""
 
     def draw(self, name: str, fraction: float, text: str) -> None:
-        """Draw the bar, for the first time or anew; ``fraction`` is in [0, 1]."""
+        """Draw or update the bar. ``fraction`` is in [0, 1]."""
 
     def clear(self) -> None:
         """Remove the bar, if there is one."""
 
     def say(self, line: str) -> None:
-        """Write a line that stays; no bar is on the screen."""
+        """Write a line that stays. No bar is on the screen then."""
 
 
 class TerminalSurface:
@@ -84,7 +84,7 @@ class NotebookSurface:
         notebook.display(notebook.Pretty(line))
 
     def _show(self, text: str) -> None:
-        notebook: Any = importlib.import_module("IPython.display")  # there, where there is a notebook
+        notebook: Any = importlib.import_module("IPython.display")  # every notebook has it
         if self._handle is None:
             self._handle = notebook.display(notebook.HTML(text), display_id=True)
         else:
@@ -93,15 +93,15 @@ class NotebookSurface:
 
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
-    if "IPython" not in sys.modules:  # a kernel has it; importing it to ask takes time
+    if "IPython" not in sys.modules:  # a kernel has imported it already; an import here would take time
         return False
     from IPython import get_ipython
 
-    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(get_ipython()).__mro__)  # Colab derives its own
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(get_ipython()).__mro__)  # Colab has a subclass
 
 
 def surface(console: Console | None = None) -> Surface | None:
-    """Where a bar can be drawn here; None in a script or a log."""
+    """Return the place for a bar here. None in a script or a log."""
     if in_notebook():
         return NotebookSurface()
     console = console or Console(stderr=True)
@@ -109,14 +109,14 @@ def surface(console: Console | None = None) -> Surface | None:
 
 
 class ProgressBar:
-    """Says how far a long step is, how long it will still take, and what is worth a line.
+    """Shows the progress of a long step, the time left, and lines that stay.
 
-    A listener of `optimize`'s runs too. Says nothing in a script or a log: a program's output is its own.
-    Safe to call from several threads. Pickles as a new one: a bar belongs to its process.
+    It is also a listener of `optimize`'s runs. In a script or a log it shows nothing, because the output belongs to the
+    program. Thread-safe. Pickling gives a new bar, because a bar belongs to its process.
 
     Args:
-        drawn_on: see `surface`; with None nothing is ever shown.
-        after_s: steps that end within so many seconds show nothing; None: `SHOWN_AFTER_S`.
+        drawn_on: see `surface`. None: nothing is ever shown.
+        after_s: seconds before a step shows its bar. None: `SHOWN_AFTER_S`.
     """
 
     def __init__(self, drawn_on: Surface | None, after_s: float | None = None) -> None:
@@ -133,17 +133,17 @@ class ProgressBar:
         return (here, ())
 
     def started(self, name: str) -> None:
-        """A step begins."""
+        """Start a step."""
         self._end()
         with self._lock:
             self._name, self._message, self._fraction = name, "", 0.0
             self._begun = self._faults_of = time.monotonic()
             if self._surface is not None:
-                # By a timer: some steps, such as an export, never say how far they are.
+                # By a timer, because some steps never report progress, for example an export.
                 self._wake(self._after_s)
 
     def progressed(self, fraction: float, message: str) -> None:
-        """The step under way has come so far."""
+        """Update the progress of the step."""
         now = time.monotonic()
         with self._lock:
             self._fraction, self._message, self._faults_of = fraction, message, now
@@ -151,11 +151,11 @@ class ProgressBar:
             self._draw()
 
     def ended(self, name: str, seconds: float, *, cached: bool, skipped: str | None) -> None:
-        """The step is done."""
+        """End the step."""
         self._end()
 
     def said(self, message: str) -> None:
-        """Something worth a line, which stays where the bar would be drawn."""
+        """Write a line that stays above the bar."""
         with self._lock:
             if self._surface is not None:
                 self._surface.clear()
@@ -163,14 +163,14 @@ class ProgressBar:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Take the bar off the screen for lines of output; it comes back as the step goes on."""
+        """Remove the bar during lines of output. It returns with the next progress."""
         with self._lock:
             if self._surface is not None:
                 self._surface.clear()
             yield
 
     def close(self) -> None:
-        """Remove the bar, whatever was under way."""
+        """Remove the bar, even if a step is not finished."""
         self._end()
 
     def _wake(self, seconds: float) -> None:
@@ -181,7 +181,7 @@ class ProgressBar:
     def _tick(self) -> None:
         self._draw()
         with self._lock:
-            if self._timer is threading.current_thread():  # and not of a step that has begun since
+            if self._timer is threading.current_thread():  # else the timer belongs to an earlier step
                 self._wake(_TICK_S)
 
     def _draw(self) -> None:
@@ -194,9 +194,7 @@ class ProgressBar:
 
     def _time(self, now: float) -> str:
         left = -1.0
-        if (
-            0.02 <= self._fraction < 1
-        ):  # what the rest takes at the same pace, less what has gone by since that was told
+        if 0.02 <= self._fraction < 1:  # time for the rest at the same pace, minus the time since the last report
             left = (self._faults_of - self._begun) * (1 - self._fraction) / self._fraction - (now - self._faults_of)
         return f"{duration(left)} left" if left >= 0 else f"{duration(now - self._begun)} so far"
 
@@ -210,13 +208,13 @@ class ProgressBar:
 
 
 def here() -> ProgressBar:
-    """A bar in this process's notebook or terminal."""
+    """Return a bar for this process's notebook or terminal."""
     return ProgressBar(surface())
 
 
 @contextlib.contextmanager
 def shown(name: str) -> Iterator[ProgressBar]:
-    """A bar in this process's notebook or terminal for one step, which is removed however the step ends."""
+    """Show a bar in this process's notebook or terminal for one step. It is always removed at the end."""
     bar = here()
     bar.started(name)
     try:
@@ -226,6 +224,6 @@ def shown(name: str) -> Iterator[ProgressBar]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as ``12 s`` or ``3:05 min``."""
+    """Return seconds as ``12 s`` or ``3:05 min``."""
     whole = round(seconds)
     return f"{whole} s" if whole < 100 else f"{whole // 60}:{whole % 60:02d} min"

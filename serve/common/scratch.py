@@ -1,4 +1,4 @@
-"""A temporary folder of a process that may be killed: the kernel tells the next one that nobody needs it any more."""
+"""Temporary folders that the next process can remove if their own process was killed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Locked as long as the process lives that has made the folder. It comes by its name when it is locked already.
+# Locked as long as the folder's process lives. The file gets this name when it is locked already.
 _ALIVE = ".alive"
 
 
 @contextmanager
 def scratch(prefix: str) -> Iterator[Path]:
-    """A private folder (mode 700) in the temporary one, which goes at the end of the block.
+    """Yield a private temporary folder (mode 700), which is removed at the end of the block.
 
-    Those that processes of this user have left behind under the same prefix, killed before that, go first. In doubt
-    they stay: where there is no lock to be had, or on a file system without any.
+    First it removes folders with the same prefix that killed processes of this user left behind. In doubt a folder
+    stays, for example on a file system without locks.
 
     Args:
-        prefix: what its name begins with.
+        prefix: beginning of its name.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: there is no space for it.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_ALIVE}"):
         with suppress(OSError):
@@ -34,7 +34,7 @@ def scratch(prefix: str) -> Iterator[Path]:
         folder = Path(name)
         new = folder / f"{_ALIVE}.new"
         with new.open("w") as held:
-            with suppress(OSError):  # a file system without locks
+            with suppress(OSError):  # the file system has no locks
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 new.rename(folder / _ALIVE)
             yield folder

@@ -1,4 +1,4 @@
-"""Server processes of ours: waited for until they answer, and ended."""
+"""Waits until the project's server processes are ready, and ends them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _KILL_TIMEOUT_S = 10.0
 def wait_until_ready(
     process: subprocess.Popen[bytes], ready: Callable[[], bool], log: Path, *, within_s: float, every_s: float = 0.05
 ) -> None:
-    """Return when a process that was started is ready.
+    """Wait until a started process is ready.
 
     Args:
-        process: it.
-        ready: whether it is; where that cannot be asked yet, it may raise what httpx does, or fail to read an answer.
-        log: what it writes.
+        process: the process.
+        ready: returns whether it is ready. Before that it may raise httpx's errors, or fail to parse an answer.
+        log: file with its output.
         within_s: seconds to wait.
-        every_s: seconds between two questions.
+        every_s: seconds between two calls.
 
     Raises:
-        PipelineError: it has ended, or the time is over; the message has the last line that it wrote.
+        PipelineError: the process has ended, or the time is over. The message has its last line of output.
     """
     until = time.monotonic() + within_s
     while process.poll() is None and time.monotonic() < until:
@@ -47,7 +47,7 @@ def wait_until_ready(
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
-    """A process and its descendants, those first that were started last; empty where it is not there."""
+    """Return a process and its descendants, newest first. Empty if it does not exist."""
     with contextlib.suppress(psutil.NoSuchProcess):
         first = psutil.Process(pid)
         return [*reversed(first.children(recursive=True)), first]
@@ -55,15 +55,15 @@ def process_tree(pid: int) -> list[psutil.Process]:
 
 
 def end(processes: Sequence[psutil.Process], *, patience_s: float, ask: bool = True) -> None:
-    """Ask processes to end (SIGTERM), and kill those that have not done so in time.
+    """End processes by SIGTERM, and kill those that have not ended in time.
 
     Args:
-        processes: to end; those that are gone already do no harm.
-        patience_s: seconds that they get together.
-        ask: False where they have been asked, or are to be killed when the time is over.
+        processes: processes to end. Ended ones do not matter.
+        patience_s: seconds for all of them together.
+        ask: False to send no SIGTERM, because they have it already or need none.
 
     Raises:
-        PipelineError: one does not end although it was killed.
+        PipelineError: a killed process does not end.
     """
     for process in processes if ask else ():
         with contextlib.suppress(psutil.NoSuchProcess):
