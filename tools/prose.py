@@ -42,7 +42,7 @@ PACKAGES = ("serve", "optimize")
 HELD_FOLDERS = (
     *(f"serve/asgi/{folder}" for folder in ("http", "process", "protocols")),
     "serve/runtime",
-    *(f"serve/{room}" for room in ("archive", "common", "torchserve")),
+    *(f"serve/{room}" for room in ("archive", "common", "export", "packing", "runs", "torchserve")),
     *(
         f"serve/runtime/{folder}"
         for folder in ("card", "decoders", "device", "engines", "images", "model_files", "service")

@@ -1,5 +1,5 @@
-"""What runs a served artifact on more than one host: manifests and model repositories for engines that exist.
+"""Manifests and model repositories, to serve an artifact on several hosts by existing engines.
 
-In: a run's artifact and how it is to be run. Does: packs it for there and writes files, one module for each target,
-found by being here. Out: a folder, for whoever applies it. Nothing is sent anywhere.
+Input: a run's artifact, and how to run it. Work: pack it and write files, in one module for each target. A target is
+registered by its module's presence. Output: a folder for you to apply. Nothing is sent anywhere.
 """

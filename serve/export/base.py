@@ -1,4 +1,4 @@
-"""What a target of an export is, what it is given, and the registry of them."""
+"""The interface of an export target, its input, and the registry of targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve.common.config import Config
 from serve.runtime.card.card import Card
 from serve.runtime.registry import Registry
 
-# A label of 63, less what is put behind it: "-tokens", and by KServe "-predictor".
+# A label has 63 characters. Suffixes need some: "-tokens", and KServe's "-predictor".
 _LONGEST_NAME = 52
 
 
@@ -45,7 +45,7 @@ class ExportSettings(Config):
     )
 
     @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> Self:
+    def _check_order(self) -> Self:
         if self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas must be at least replicas, {self.replicas}, and is {self.max_replicas}")
         return self
@@ -53,16 +53,16 @@ class ExportSettings(Config):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is exported.
+    """The artifact to export, with its settings.
 
     Attributes:
-        name: what it is served as, ``<run>-<artifact>``.
-        folder: the artifact's.
+        name: its served name, ``<run>-<artifact>``.
+        folder: the artifact's folder.
         card: its card.
-        settings: how it is to be run.
-        key: signs the archive that is packed; None: it is not signed.
-        public_key: what it is verified with there; None where ``key`` is.
-        password: the key's, if it has one.
+        settings: how it will run.
+        key: key to sign the packed archive. None: no signature.
+        public_key: key to verify it at the target. None if ``key`` is None.
+        password: password of the key, if it has one.
     """
 
     name: str
@@ -76,15 +76,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Target:
-    """Something that serves elsewhere.
+    """A system that serves elsewhere.
 
     Attributes:
-        name: the word for it on the command line.
-        write: writes its files for a subject into an empty folder, and returns what whoever has them does next,
-            a line each.
-        format: the only format of model files that it opens; None: any, as the own server does.
-        ignores: of `ExportSettings`, what it has no use for.
-        signs: whether it is given an archive, which can be signed.
+        name: its name on the command line.
+        write: writes the files for a subject into an empty folder, and returns the next steps for the user, a line
+            each.
+        format: the only format of model files that it opens. None: any, like the own server.
+        ignores: fields of `ExportSettings` that have no effect here.
+        signs: whether it gets an archive, which can be signed.
     """
 
     name: str
@@ -101,30 +101,30 @@ def register(target: Target) -> Target:
     """Add a target to the registry.
 
     Raises:
-        ValueError: its name is taken.
+        ValueError: the name is taken.
     """
     return _REGISTRY.register(target)
 
 
 def find_target(name: str) -> Target:
-    """The target of a name.
+    """Return the target of a name.
 
     Raises:
-        UserError: there is none; the message names those that there are.
+        UserError: there is none. The message lists all.
     """
     return _REGISTRY.find(name)
 
 
 def targets() -> dict[str, Target]:
-    """Every target by name."""
+    """Return every target by name."""
     return _REGISTRY.all()
 
 
 def dns_name(name: str) -> str:
-    """A name as Kubernetes takes it for all that is made (RFC 1035): ``resnet18-onnx_int8`` is ``resnet18-onnx-int8``.
+    """Convert a name for Kubernetes objects (RFC 1035): ``resnet18-onnx_int8`` becomes ``resnet18-onnx-int8``.
 
-    It begins with a letter, as a Service's must. One that is too long is cut, and ends with a hash of the whole: the
-    names of a run's artifacts begin alike.
+    The result begins with a letter, as a Service needs it. A long name is cut and ends with a hash of the whole,
+    because the names of a run's artifacts begin alike.
     """
     legal = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name.lower()).strip("-")
     if not legal[:1].isalpha():
@@ -136,5 +136,5 @@ def dns_name(name: str) -> str:
 
 
 def write_yaml(path: Path, documents: Sequence[Mapping[str, Any]]) -> None:
-    """Write documents as one YAML file, keys in the order that they are given."""
+    """Write documents as one YAML file, with keys in the given order."""
     path.write_text(yaml.safe_dump_all(documents, sort_keys=False, width=120), encoding="utf-8")

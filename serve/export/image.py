@@ -1,4 +1,4 @@
-"""The own server's image, and a container of it: what Kubernetes and KServe run."""
+"""The own server's image and a container of it, for Kubernetes and KServe."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from serve.runtime.errors import UserError
 from serve.torchserve.archive_builder import build_archive
 
 PORT = 8080
-#: Whose archives the image holds, see the Dockerfiles.
+#: Folder of the archives in the image, see the Dockerfiles.
 _MODELS = "/models"
 _USER = 10001
 TOKENS = "tokens"
 SCRAPE_KEY = "token"
-#: Libraries are imported and sessions opened on a cold disk; the probe's limit, in seconds.
+#: Limit of the startup probe in seconds: libraries and sessions load from a cold disk.
 _START_S = 300
 _DRAIN_S = 30
 
 
 @dataclass(frozen=True)
 class Mount:
-    """A volume and where the container sees it; ``volume`` is Kubernetes' own record of it."""
+    """A volume and its path in the container. ``volume`` is Kubernetes' own record of it."""
 
     path: str
     volume: Mapping[str, Any]
@@ -37,7 +37,7 @@ class Mount:
 
 
 def write_image(subject: Subject, folder: Path) -> None:
-    """Write what the image is built of: the archive, packed for its cores, and a Dockerfile.
+    """Write the image's build files: the archive, packed for its cores, and a Dockerfile.
 
     Raises:
         UserError: the artifact cannot be served so.
@@ -46,8 +46,8 @@ def write_image(subject: Subject, folder: Path) -> None:
         raise UserError("a signed export needs both keys: --sign KEY to sign with, --public-key to verify with there")
     models = folder / "models"
     models.mkdir(parents=True)
-    # One core per thread there, whatever the node has: a container's share of the node's cores is not seen in it. For
-    # the same reason one process, however many were tuned for this machine: a cluster has replicas.
+    # One core for each thread, whatever the node has: a container cannot see its share of the node's cores. For the
+    # same reason there is one process, however many were tuned for this machine. A cluster uses replicas instead.
     cpus = subject.settings.cpus
     options = ServingOptions(workers=1, threads=cpus, decode_threads=decoders_for(cpus))
     if subject.settings.gpus:
@@ -61,17 +61,17 @@ def write_image(subject: Subject, folder: Path) -> None:
 
 
 def mounts(subject: Subject, name: str) -> dict[str, Mount]:
-    """What a container of the server sees of the cluster, by the volume's name.
+    """Return the mounts of the server's container, by the volume's name.
 
     Args:
-        subject: what is served.
-        name: what the objects are called.
+        subject: the artifact.
+        name: name of the Kubernetes objects.
     """
     found = {
         TOKENS: Mount(
             "/run/secrets/tokens", {"secret": {"secretName": f"{name}-tokens", "defaultMode": 0o440}}, read_only=True
         ),
-        # The verified copy of the archive, unpacked; the only places that it can write to.
+        # The verified copy of the archive, unpacked. These are the only writable places.
         "work": Mount("/tmp", {"emptyDir": {"sizeLimit": "4Gi"}}),
         "cache": Mount("/cache", {"emptyDir": {"sizeLimit": "4Gi"}}),
     }
@@ -81,18 +81,18 @@ def mounts(subject: Subject, name: str) -> dict[str, Mount]:
 
 
 def volumes(found: Mapping[str, Mount]) -> list[dict[str, Any]]:
-    """The volumes of a pod."""
+    """Return the volumes of a pod."""
     return [{"name": name, **mount.volume} for name, mount in found.items()]
 
 
 def container(subject: Subject, found: Mapping[str, Mount], *, name: str, model: str | None = None) -> dict[str, Any]:
-    """A container of the server: not root, nothing to write but its mounts, asked whether it lives and is ready.
+    """Return a container of the server. It is not root, can write only to its mounts, and has health probes.
 
     Args:
-        subject: what is served.
+        subject: the artifact.
         found: its mounts.
-        name: the container's.
-        model: what requests call the model; None: as its archive is called.
+        name: name of the container.
+        model: the model's name in requests. None: the archive's.
     """
     settings = subject.settings
     limits = {"memory": f"{settings.memory_mb}Mi", **({"nvidia.com/gpu": str(settings.gpus)} if settings.gpus else {})}
@@ -114,7 +114,7 @@ def container(subject: Subject, found: Mapping[str, Mount], *, name: str, model:
         "startupProbe": _probe("/health/ready", period_s=5, failures=_START_S // 5),
         "livenessProbe": _probe("/health/live", period_s=10, failures=3),
         "readinessProbe": _probe("/health/ready", period_s=5, failures=2),
-        # No limit of cores: a container that is held back in the middle of a batch answers late, and idle cores wait.
+        # No limit of cores: a throttled container would answer a batch late while cores are idle.
         "resources": {"requests": {"cpu": str(settings.cpus), "memory": f"{settings.memory_mb}Mi"}, "limits": limits},
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -132,7 +132,7 @@ def container(subject: Subject, found: Mapping[str, Mount], *, name: str, model:
 
 
 def pod_security() -> dict[str, Any]:
-    """The security context of a pod: this user, and its group, to whom secrets are readable."""
+    """Return the security context of a pod: the server's user, and its group, which may read secrets."""
     return {
         "fsGroup": _USER,
         "runAsGroup": _USER,
@@ -143,12 +143,12 @@ def pod_security() -> dict[str, Any]:
 
 
 def grace_s() -> int:
-    """Seconds between SIGTERM and SIGKILL: what was accepted is answered first."""
+    """Return the seconds between SIGTERM and SIGKILL. They allow for accepted requests."""
     return _DRAIN_S + 15
 
 
 def keys_map(subject: Subject, metadata: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """The public key as Kubernetes holds it; None where nothing is signed.
+    """Return the public key as a ConfigMap. None without a signature.
 
     Raises:
         UserError: the key cannot be read.
@@ -177,7 +177,7 @@ def _probe(path: str, *, period_s: int, failures: int) -> dict[str, Any]:
 
 
 def build_lines(subject: Subject) -> list[str]:
-    """How the image is built, from the project's root."""
+    """Return the steps to build the image, from the project's root."""
     return [
         "build the image in the project's folder:",
         f"  docker build -f FOLDER/image/Dockerfile --build-context models=FOLDER/image/models "
@@ -186,12 +186,12 @@ def build_lines(subject: Subject) -> list[str]:
 
 
 def secret_line(namespace: str, name: str) -> str:
-    """How the tokens get there: no file of an export holds one."""
+    """Return the command that creates the tokens' Secret. No exported file has a token."""
     return f"  kubectl -n {namespace} create secret generic {name}-tokens --from-file=tokens=TOKENS"
 
 
 def scrape_secret_line(namespace: str, name: str) -> str:
-    """How the token that Prometheus scrapes with gets there: one of the tokens, without the end of its line."""
+    """Return the command that creates the Secret for Prometheus: one of the tokens, without a line end."""
     return (
         f"  head -n 1 TOKENS | tr -d '\\n' | kubectl -n {namespace} create secret generic {name}-scrape "
         f"--from-file={SCRAPE_KEY}=/dev/stdin"

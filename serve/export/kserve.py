@@ -1,4 +1,4 @@
-"""``kserve``: the own server as a runtime of KServe, and an inference service that uses it."""
+"""``kserve``: the own server as a KServe runtime, with an inference service."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from serve.export import image
 from serve.export.base import Subject, Target, dns_name, register, write_yaml
 
-#: What the runtime says that it opens: archives of this project.
+#: The format in the runtime's manifest: archives of this project.
 FORMAT = "optimize-and-serve"
 
 
 def write(subject: Subject, folder: Path) -> Sequence[str]:
-    """Write the runtime, the inference service and the image's files; see `base.Target`."""
+    """Write the runtime, the inference service and the image's files. See `base.Target`."""
     image.write_image(subject, folder / "image")
     name = dns_name(subject.name)
     write_yaml(folder / "inferenceservice.yaml", manifests(subject, name))
@@ -27,7 +27,7 @@ def write(subject: Subject, folder: Path) -> Sequence[str]:
 
 
 def manifests(subject: Subject, name: str) -> list[dict[str, Any]]:
-    """A ServingRuntime for this model alone, whose image holds its archive, and the InferenceService."""
+    """Return a ServingRuntime for this one model, whose image has its archive, and the InferenceService."""
     settings = subject.settings
     metadata = {"name": name, "namespace": settings.namespace}
     found = image.mounts(subject, name)
@@ -36,11 +36,11 @@ def manifests(subject: Subject, name: str) -> list[dict[str, Any]]:
         "kind": "ServingRuntime",
         "metadata": metadata,
         "spec": {
-            # Not chosen by itself: the image holds one model, and another's would be answered by it.
+            # Never selected automatically: the image has one model, and would answer for others.
             "supportedModelFormats": [{"name": FORMAT, "version": "1", "autoSelect": False}],
             "protocolVersions": ["v1", "v2"],
             "multiModel": False,
-            # KServe asks for a model by the name of its InferenceService: no capitals, dots or underscores.
+            # KServe uses the InferenceService's name for the model: no capitals, dots or underscores.
             "containers": [image.container(subject, found, name="kserve-container", model=name)],
             "volumes": image.volumes(found),
         },
@@ -48,7 +48,7 @@ def manifests(subject: Subject, name: str) -> list[dict[str, Any]]:
     service = {
         "apiVersion": "serving.kserve.io/v1beta1",
         "kind": "InferenceService",
-        # Deployments, and not Knative: what waits is in the server's own bounded queue.
+        # Deployments, not Knative: the server has its own bounded queue.
         "metadata": {**metadata, "annotations": {"serving.kserve.io/deploymentMode": "RawDeployment"}},
         "spec": {
             "predictor": {

@@ -1,4 +1,4 @@
-"""``kubernetes``: a deployment of the own server with what keeps it up, scales it and closes it in."""
+"""``kubernetes``: a deployment of the own server, with autoscaler, disruption budget and network policy."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from serve.export import image
 from serve.export.base import Subject, Target, dns_name, register, write_yaml
 
-#: What the pods' mean queue time is called by the rule for Prometheus' adapter, in seconds.
+#: Name of the pods' mean queue time, in seconds, in the rule for Prometheus' adapter.
 QUEUE_METRIC = "serve_queue_seconds_mean"
-#: Who may ask, and who may scrape: labels of their pods and namespaces.
+#: Labels of the pods and namespaces that may send requests, and that may scrape.
 CLIENT = {"serve-client": "true"}
 MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
 
 
 def write(subject: Subject, folder: Path) -> Sequence[str]:
-    """Write manifests, what Prometheus scrapes, the adapter's rule and the image's files; see `base.Target`."""
+    """Write manifests, the PodMonitor, the adapter's rule and the image's files. See `base.Target`."""
     image.write_image(subject, folder / "image")
     name = dns_name(subject.name)
     write_yaml(folder / "manifests.yaml", manifests(subject, name))
@@ -37,7 +37,7 @@ def write(subject: Subject, folder: Path) -> Sequence[str]:
 
 
 def manifests(subject: Subject, name: str) -> list[dict[str, Any]]:
-    """Everything of one model: deployment, service, autoscaler, budget of disruptions, network policy, account."""
+    """Return all objects of one model: deployment, service, autoscaler, disruption budget, network policy, account."""
     settings = subject.settings
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "optimize-and-serve"}
     chosen = {"app.kubernetes.io/name": name}
@@ -65,7 +65,7 @@ def manifests(subject: Subject, name: str) -> list[dict[str, Any]]:
         "kind": "Deployment",
         "metadata": metadata,
         "spec": {
-            # No replicas: they are the autoscaler's, and applying again would undo what it did.
+            # Without replicas: the autoscaler sets them, and another apply would undo that.
             "selector": {"matchLabels": chosen},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
             "template": {"metadata": {"labels": labels}, "spec": pod},
@@ -120,7 +120,7 @@ def _autoscaler(subject: Subject, metadata: dict[str, Any], name: str) -> dict[s
             "minReplicas": settings.replicas,
             "maxReplicas": settings.max_replicas,
             "metrics": [{"type": "Pods", "pods": metric}],
-            # A replica needs half a minute to be ready; one that goes too soon is missed at the next wave.
+            # A replica needs half a minute to be ready. One that is removed too soon is missing at the next peak.
             "behavior": {
                 "scaleUp": {"stabilizationWindowSeconds": 30},
                 "scaleDown": {"stabilizationWindowSeconds": 300},
@@ -139,15 +139,16 @@ def _network_policy(metadata: dict[str, Any], chosen: dict[str, str]) -> dict[st
             "podSelector": {"matchLabels": chosen},
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [{"from": callers, "ports": [{"port": "http", "protocol": "TCP"}]}],
-            "egress": [],  # it asks nobody
+            "egress": [],  # it sends no requests
         },
     }
 
 
 def pod_monitor(namespace: str, name: str) -> dict[str, Any]:
-    """What Prometheus' operator scrapes, with a token of a Secret of its own; a pod's tokens are a line each.
+    """Return the scrape configuration for Prometheus' operator, with a token from its own Secret.
 
-    It lies in a file of its own: a cluster without the operator refuses the kind.
+    A pod's own token file has several lines. The PodMonitor is in its own file, because a cluster without the operator
+    refuses the kind.
     """
     return {
         "apiVersion": "monitoring.coreos.com/v1",
@@ -159,7 +160,7 @@ def pod_monitor(namespace: str, name: str) -> dict[str, Any]:
                 {
                     "port": "http",
                     "path": "/metrics",
-                    "interval": "15s",  # the autoscaler's rule looks at a minute
+                    "interval": "15s",  # the autoscaler's rule uses the last minute
                     "authorization": {
                         "type": "Bearer",
                         "credentials": {"name": f"{name}-scrape", "key": image.SCRAPE_KEY},
@@ -171,7 +172,7 @@ def pod_monitor(namespace: str, name: str) -> dict[str, Any]:
 
 
 def adapter_rules() -> dict[str, Any]:
-    """The rule that makes `QUEUE_METRIC` of what the server's ``/metrics`` says, for prometheus-adapter."""
+    """Return the rule for prometheus-adapter that computes `QUEUE_METRIC` from the server's ``/metrics``."""
     window = '{<<.LabelMatchers>>,stage="queue"}[1m]'
     query = (
         f"sum(rate(serve_stage_seconds_sum{window})) by (<<.GroupBy>>) / "

@@ -1,4 +1,4 @@
-"""Protocol buffers' text format of nested values, as Triton's ``config.pbtxt`` is written in."""
+"""Writes nested values in the text format of protocol buffers, as in Triton's ``config.pbtxt``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class Word(str):
-    """A name of an enumeration, which stands without quotes."""
+    """The name of an enumeration value, which has no quotes."""
 
     __slots__ = ()
 
 
 def text(message: Mapping[str, Any]) -> str:
-    """A message as text: fields by name, a list for a repeated one, a mapping for a message within."""
+    """Return a message as text. A list is a repeated field, a mapping a nested message."""
     return "".join(f"{line}\n" for line in _lines(message, ""))
 
 
@@ -34,7 +34,7 @@ def _scalar(value: object) -> str:
     if isinstance(value, Word):
         return str(value)
     if isinstance(value, str):
-        # Bytes beyond ASCII as octal escapes, which every reader of the format knows.
+        # Bytes beyond ASCII become octal escapes, which every reader of the format knows.
         escaped = "".join(
             chr(byte) if 32 <= byte < 127 and chr(byte) not in '"\\' else f"\\{byte:03o}" for byte in value.encode()
         )

@@ -1,4 +1,4 @@
-"""Exports a run's artifact for another engine or a cluster; what is written there is each target's own affair."""
+"""Exports a run's artifact for another engine or a cluster. Each target writes its own files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve.runtime.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Exported:
-    """The files that were written, and what whoever has them does next."""
+    """The written files, and the next steps for the user."""
 
     files: tuple[Path, ...]
     next_steps: tuple[str, ...]
@@ -33,23 +33,23 @@ def export_run(
     public_key: Path | None = None,
     password: str | None = None,
 ) -> Exported:
-    """Write what ``target`` needs to serve an artifact of a run.
+    """Write the files that ``target`` needs to serve an artifact of a run.
 
     Args:
-        store: holds the run.
-        run: its name.
-        target: the word for it.
-        settings: how it is to be run.
-        folder: where to; empty or not there yet. None: in the run's own folder.
-        artifact: which; None: the recommended one, or the best that the target opens.
-        key: signs the archive that is packed for it.
-        public_key: what it is verified with there.
-        password: the key's.
+        store: the folder of the runs.
+        run: the run's name.
+        target: the target's name.
+        settings: how it will run.
+        folder: a new or empty folder. None: one in the run's own folder.
+        artifact: the artifact. None: the recommended one, or the best that the target opens.
+        key: key to sign the packed archive.
+        public_key: key to verify it at the target.
+        password: password of the key.
 
     Raises:
-        UserError: the target, the run or the artifact is unknown, the target has no use for a setting that is given,
-            or something lies in the folder.
-        CardError: the artifact is not whole.
+        UserError: the target, the run or the artifact is unknown, a given setting has no effect on the target, or the
+            folder is not empty.
+        CardError: the artifact is damaged.
     """
     chosen = find_target(target)
     _check_useful(chosen, settings, signed=key is not None or public_key is not None)
@@ -77,7 +77,7 @@ def export_run(
 
 
 def _check_useful(target: Target, settings: ExportSettings, *, signed: bool) -> None:
-    """Refuse what would be accepted and do nothing.
+    """Refuse settings that would have no effect.
 
     Raises:
         UserError: it names them.
@@ -89,7 +89,7 @@ def _check_useful(target: Target, settings: ExportSettings, *, signed: bool) -> 
 
 
 def _best(store: Path, run: str, cards: dict[str, Card], model_format: str | None) -> str:
-    """The recommended artifact; where the target opens another format only, the only one of it."""
+    """Return the recommended artifact, or the only one in the target's format."""
     possible = [name for name, card in cards.items() if model_format in (None, card.format)]
     if not possible:
         raise UserError(f"{run} has no {model_format} artifact; it has {', '.join(cards)}")

@@ -1,7 +1,7 @@
 """``triton``: a model repository of an ONNX artifact for NVIDIA's Triton Inference Server.
 
-Triton runs the network and nothing else of the card: whoever asks it decodes, resizes and crops as `README.md` of the
-repository says, and normalises, unless the artifact's graph does so itself (its input is ``uint8``).
+Triton runs only the network. The client decodes, resizes and crops the image as the repository's `README.md` says. It
+also normalises, unless the artifact's graph does (its input is ``uint8``).
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from serve.runtime.engines.base import chain_for, engines_for
 from serve.runtime.errors import UserError
 
 _TYPES = {"uint8": "TYPE_UINT8", "float32": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16"}
-#: ONNX's own numbers of them (TensorProto.DataType).
-_OF_ONNX = {1: "TYPE_FP32", 2: "TYPE_UINT8", 10: "TYPE_FP16", 16: "TYPE_BF16"}
-#: Of one channel, of two …
+#: ONNX's own numbers for them (TensorProto.DataType).
+_ONNX_TYPES = {1: "TYPE_FP32", 2: "TYPE_UINT8", 10: "TYPE_FP16", 16: "TYPE_BF16"}
+#: Names of one channel, two …
 _COLOURS = ("grey", "grey and alpha", "RGB", "RGB and alpha")
 _QUEUE_US = 100_000
 
 
 def write(subject: Subject, folder: Path) -> Sequence[str]:
-    """Write ``<name>/config.pbtxt``, ``<name>/labels.txt``, ``<name>/1/model.onnx``, ``README.md``; see `base.Target`.
+    """Write the model's configuration, labels and graph, and a README; see `base.Target`.
+
+    The files are ``<name>/config.pbtxt``, ``<name>/labels.txt``, ``<name>/1/model.onnx`` and ``README.md``.
 
     Raises:
-        UserError: the artifact is no ONNX file.
+        UserError: the artifact is not an ONNX file.
     """
     card = subject.card
     model = folder / subject.name
     (model / "1").mkdir(parents=True)
     companions = [f"{card.file}{ending}" for entry in engines_for(card) for ending in entry.companions]
     for name in dict.fromkeys([card.file, *(name for name in companions if name in card.files)]):
-        # Weights beside the graph are named in it, so that they keep their names.
+        # The graph names its weight files, so they keep their names.
         shutil.copy(subject.folder / name, model / "1" / ("model.onnx" if name == card.file else name))
     (model / "labels.txt").write_text("".join(f"{label}\n" for label in card.classes), encoding="utf-8")
     serving = read_serving(subject.folder) or Serving(chain_for(card))
@@ -47,12 +49,12 @@ def write(subject: Subject, folder: Path) -> Sequence[str]:
 
 
 def config(subject: Subject, graph: Path, serving: Serving) -> Mapping[str, Any]:
-    """The model's configuration, as Triton's ``model_config.proto`` has it.
+    """Return the model's configuration, with the fields of Triton's ``model_config.proto``.
 
     Args:
-        subject: what is exported.
-        graph: its ONNX file, whose inputs and outputs are read.
-        serving: how it is served otherwise: the batch size and how long a batch is waited for.
+        subject: the artifact.
+        graph: its ONNX file, for inputs and outputs.
+        serving: the serving settings, for batch size and batch delay.
     """
     import onnx
 
@@ -63,7 +65,7 @@ def config(subject: Subject, graph: Path, serving: Serving) -> Mapping[str, Any]
         raise UserError(f"{graph}: has {len(inputs)} inputs and {len(model.output)} outputs, and one of each is served")
     if not inputs[0].type.tensor_type.shape.dim[0].dim_param:
         raise UserError(f"{graph}: takes batches of one size only, and Triton makes them of any")
-    # One above the largest batch is refused by Triton.
+    # Triton refuses a preferred size above the largest batch.
     buckets = [size for size in serving.executions[0].buckets if size <= serving.batch_size]
     gpus = subject.settings.gpus
     return {
@@ -77,7 +79,7 @@ def config(subject: Subject, graph: Path, serving: Serving) -> Mapping[str, Any]
         },
         "output": {
             "name": model.output[0].name,
-            "data_type": Word(_OF_ONNX[model.output[0].type.tensor_type.elem_type]),
+            "data_type": Word(_ONNX_TYPES[model.output[0].type.tensor_type.elem_type]),
             "dims": len(subject.card.classes),
             "label_filename": "labels.txt",
         },
@@ -97,7 +99,7 @@ def config(subject: Subject, graph: Path, serving: Serving) -> Mapping[str, Any]
 
 
 def readme(subject: Subject) -> str:
-    """What a client of the repository must do with an image, in the card's own numbers."""
+    """Return the instructions for a client of the repository, with the card's own numbers."""
     own = subject.card.preprocessing
     normalises = subject.card.input_dtype == "uint8"
     steps = [
@@ -138,7 +140,7 @@ TRITON = register(
         "triton",
         write,
         format="onnx",
-        # It runs in Triton's own image, and who starts that says how many and where.
+        # It runs in Triton's own image. Whoever starts that sets number and place.
         ignores=frozenset({"image", "namespace", "memory_mb", "replicas", "max_replicas", "queue_ms"}),
         signs=False,
     )

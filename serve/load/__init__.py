@@ -1,5 +1,5 @@
-"""A load generator: HTTP/1.1 over kept connections, in a process of its own, cheap enough to share the cores.
+"""A load generator: HTTP/1.1 over persistent connections, in its own process, cheap enough to share the cores.
 
-In: a workload (requests, each with its known answer) and a plan (clients or a rate, seconds). Does: sends, times and
-checks every answer. Out: counts by verdict, latencies, the stages that the server told, and its own CPU time.
+Input: a workload (requests with known answers) and a plan (clients or a rate, seconds). Work: send requests, time and
+check every answer. Output: counts by verdict, latencies, the server's stages, and the generator's own CPU time.
 """

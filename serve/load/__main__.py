@@ -1,4 +1,4 @@
-"""The generator's process: a plan and a workload's folder in by file, the result out as JSON."""
+"""The generator's process. It reads a plan and a workload from files, and writes the result as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve.load.workload import Workload
 
 
 def main() -> int:
-    """``python -m serve.load PLAN.json WORKLOAD_FOLDER``."""
+    """Run ``python -m serve.load PLAN.json WORKLOAD_FOLDER``."""
     plan = Plan.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     workload = Workload.load(Path(sys.argv[2]))
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Whether an answer is the known one. Equal bytes are looked at once, so that checking all of them is cheap."""
+"""Checks answers against known ones. Equal bytes are checked only once, so that checking all of them is cheap."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any, Literal
 
 from serve.load.workload import Item, Known
 
-#: What became of a request. ``answered`` and ``refused``: as known. ``wrong``: otherwise than known. ``rejected``: the
-#: server was full (429, 503). ``failed``: another 5xx. ``lost``: no answer came.
+#: The result of a request. ``answered`` and ``refused``: as known. ``wrong``: differs from the known answer.
+#: ``rejected``: the server was full (429, 503). ``failed``: another 5xx. ``lost``: no answer arrived.
 Verdict = Literal["answered", "refused", "wrong", "rejected", "failed", "lost"]
 VERDICTS: tuple[Verdict, ...] = ("answered", "refused", "wrong", "rejected", "failed", "lost")
-#: Of these, what a request is told that got its known answer.
+#: The verdicts for a known answer.
 GOOD: frozenset[Verdict] = frozenset({"answered", "refused"})
 
-_REMEMBERED = 256  # answers of one item; batches of other sizes round otherwise, so that there are several
+_REMEMBERED = 256  # answers of one item; batch sizes round differently, so there are several
 
 
 class Checker:
-    """Compares answers with those known. For one thread."""
+    """Compares answers with known ones. Use it in one thread."""
 
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
         self._seen: dict[str, dict[tuple[int, bytes], tuple[Verdict, str]]] = {}
 
     def check(self, item: Item, status: int, body: bytes) -> tuple[Verdict, str]:
-        """What became of a request, and what is wrong with its answer."""
+        """Return the verdict on an answer, and what is wrong with it."""
         seen = self._seen.setdefault(item.name, {})
         found = seen.get((status, body))
         if found is None:
@@ -44,7 +44,7 @@ class Checker:
                 ("answered", "") if body == item.exact else ("wrong", f"{body[:160]!r}, known is {item.exact[:80]!r}")
             )
         try:
-            fault = self._fault(item, json.loads(body, parse_constant=_no_constant))
+            fault = self._fault(item, json.loads(body, parse_constant=_refuse_constant))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             fault = f"{type(error).__name__}: {error} in {body[:160]!r}"
         if fault:
@@ -52,7 +52,7 @@ class Checker:
         return ("answered" if status == 200 else "refused"), ""
 
     def _fault(self, item: Item, document: Any) -> str:
-        """What is wrong with an answer; empty: nothing."""
+        """Return what is wrong with an answer. Empty: nothing."""
         if not item.known:
             return ""
         if not item.listed:
@@ -87,10 +87,10 @@ class Checker:
 
 
 def _status(item: Item) -> int:
-    """The known status: 200, or the first image's refusal where all are refused."""
+    """Return the known status: 200, or the first image's refusal if all are refused."""
     refused = [known.status for known in item.known if known.status != 200]
     return refused[0] if refused and len(refused) == len(item.known) else 200
 
 
-def _no_constant(word: str) -> Any:
+def _refuse_constant(word: str) -> Any:
     raise ValueError(f"{word} is not valid JSON")

@@ -1,8 +1,8 @@
-"""The loop that sends, waits and checks: one thread, one process, kept connections, closed or open loop.
+"""The generator's loop: one thread, one process, persistent connections, closed or open loop.
 
-In the open loop requests are due at the times of a Poisson process, whether or not earlier ones were answered, and a
-latency counts from when its request was due (else a server that stalls would stop the clock that judges it; Gil Tene's
-"coordinated omission").
+In the open loop requests are due at the times of a Poisson process, whether or not earlier ones were answered. A
+latency counts from when its request was due. Otherwise a stalling server would also stop the clock that measures it
+(Gil Tene's "coordinated omission").
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from serve.load.http_connection import BrokenWireError, Wire, stages
 from serve.load.plan import Plan, Result
 from serve.load.workload import Item, Workload, request_bytes
 
-# A connection that was idle for longer is opened anew: servers close them (uvicorn after 5 s), and a request that
-# crosses with that would count as lost.
+# Seconds after which an idle connection is opened again. Servers close idle ones (uvicorn after 5 s), and a request
+# sent at that moment would count as lost.
 _STALE_S = 2.0
 _MOST_FAULTS = 8
 
 
 @dataclass
 class _Sent:
-    """A request under way: what it is, when it was due, and when it was sent."""
+    """A sent request: its item, when it was due, and when it was sent."""
 
     item: Item
     due: float
@@ -38,7 +38,7 @@ class _Run:
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self._plan = plan
         self._checker = Checker(workload.tolerance)
-        # Apart: which item comes next is drawn when it is sent, and must not change when the others are due.
+        # Two generators: the next item is drawn when it is sent, which must not change when others are due.
         self._gaps, self._order = random.Random(plan.seed), random.Random(f"order {plan.seed}")
         self._items = list(workload.items)
         self._weights = [item.weight for item in self._items]
@@ -54,9 +54,9 @@ class _Run:
         self._deck: list[Item] = []
         self._counts: Counter[str] = Counter()
         self._latency, self._rejection = Histogram(), Histogram()
-        self._told: dict[str, list[float]] = {}
+        self._stage_totals: dict[str, list[float]] = {}
         self._faults: list[str] = []
-        self._came = 0
+        self._arrived = 0
         self._from = self._until = self._next = self._looked = self._late = 0.0
 
     def run(self) -> Result:
@@ -73,7 +73,7 @@ class _Run:
             if cpu_at is None and now >= self._from:
                 cpu_at = time.process_time()
             if plan.rate is not None:
-                self._fall_due(now, plan.rate)
+                self._queue_due(now, plan.rate)
             if now >= self._until:
                 break
             self._send(now)
@@ -92,15 +92,15 @@ class _Run:
             latency=self._latency,
             rejection=self._rejection,
             cpu_s=cpu,
-            came=self._came,
-            stages={name: total / count for name, (total, count) in self._told.items()},
+            came=self._arrived,
+            stages={name: total / count for name, (total, count) in self._stage_totals.items()},
             faults=tuple(self._faults),
             gave_up=gave_up,
             late_ms=self._late * 1e3,
         )
 
-    def _fall_due(self, now: float, rate: float) -> None:
-        """Let wait what is due by now; also what fell due before the end while this process was kept from noticing."""
+    def _queue_due(self, now: float, rate: float) -> None:
+        """Queue what is due by now. This includes requests due before the end that a delayed process notices late."""
         if self._next <= min(now, self._until):
             self._late = max(self._late, now - self._next)
         while self._next <= now and self._next < self._until:
@@ -108,7 +108,7 @@ class _Run:
             self._next += self._gaps.expovariate(rate)
 
     def _oldest(self, now: float) -> float:
-        """When the request that waits longest was due."""
+        """Return when the longest waiting request was due."""
         due = [sent.due for sent in self._under_way.values()]
         return min([now, *due, *([self._waiting[0]] if self._waiting else [])])
 
@@ -122,7 +122,7 @@ class _Run:
                 self._count("lost", due, f"{item.name}: no connection ({error})", now)
                 if self._plan.rate is None:
                     self._waiting.append(now)
-                time.sleep(0.01)  # nobody listens: not as fast as the processor can ask
+                time.sleep(0.01)  # no server listens: do not retry as fast as the processor can
                 return
             if self._plan.rate is None:
                 due = time.perf_counter()
@@ -131,10 +131,10 @@ class _Run:
                 if not wire.start(self._requests[item.name]):
                     self._selector.modify(wire.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, wire)
             except BrokenWireError as broken:
-                self._lose(wire, broken, now)
+                self._drop(wire, broken, now)
 
     def _draw(self) -> Item:
-        """The next item: all in a random order, by weight, before one comes again more often than it should."""
+        """Return the next item. Items come in a random order by weight, none more often than its share."""
         if not self._deck:
             total = sum(self._weights)
             size = max(len(self._items), 64)
@@ -161,7 +161,7 @@ class _Run:
         wire.close()
 
     def _wait(self, seconds: float) -> None:
-        """Take what comes within ``seconds``; return when something has."""
+        """Process answers that arrive within ``seconds``. Return after the first ones."""
         if not self._selector.get_map():
             time.sleep(max(0.0, min(seconds, 0.05)))
             return
@@ -174,7 +174,7 @@ class _Run:
                 if not events & selectors.EVENT_READ or (answer := wire.pull()) is None:
                     continue
             except BrokenWireError as broken:
-                self._lose(wire, broken, now)
+                self._drop(wire, broken, now)
                 continue
             sent = self._under_way.pop(wire, None)
             if answer.closes or sent is None:
@@ -182,27 +182,27 @@ class _Run:
             else:
                 self._idle.append((wire, now))
             if sent is not None:
-                self._take(sent, answer.status, answer.body, answer.timing, now)
-        self._look_for_late()
+                self._record(sent, answer.status, answer.body, answer.timing, now)
+        self._drop_late()
 
-    def _look_for_late(self) -> None:
+    def _drop_late(self) -> None:
         now = time.perf_counter()
         if now - self._looked < 0.25:
             return
         self._looked = now
         for wire, sent in list(self._under_way.items()):
             if now - sent.sent > self._plan.timeout_s:
-                self._lose(wire, BrokenWireError(f"no answer in {self._plan.timeout_s:g} s"), now)
+                self._drop(wire, BrokenWireError(f"no answer in {self._plan.timeout_s:g} s"), now)
 
-    def _take(self, sent: _Sent, status: int, body: bytes, timing: str, now: float) -> None:
+    def _record(self, sent: _Sent, status: int, body: bytes, timing: str, now: float) -> None:
         verdict, fault = self._checker.check(sent.item, status, body)
-        self._came += verdict in GOOD and self._in_time(now)
+        self._arrived += verdict in GOOD and self._in_time(now)
         if self._counts_in(sent.due, now):
             milliseconds = (now - sent.due) * 1e3
             if verdict in GOOD:
                 self._latency.add(milliseconds)
                 for name, duration in stages(timing).items() if timing else ():
-                    total = self._told.setdefault(name, [0.0, 0.0])
+                    total = self._stage_totals.setdefault(name, [0.0, 0.0])
                     total[0] += duration
                     total[1] += 1
             elif verdict == "rejected":
@@ -211,7 +211,7 @@ class _Run:
         if self._plan.rate is None and now < self._until:
             self._waiting.append(now)
 
-    def _lose(self, wire: Wire, broken: BrokenWireError, now: float) -> None:
+    def _drop(self, wire: Wire, broken: BrokenWireError, now: float) -> None:
         self._forget(wire)
         self._idle = [(other, since) for other, since in self._idle if other is not wire]
         sent = self._under_way.pop(wire, None)
@@ -222,21 +222,21 @@ class _Run:
             self._waiting.append(now)
 
     def _counts_in(self, due: float, now: float) -> bool:
-        """Whether a request is one of those that count: by when it was due, in the closed loop by when it ended."""
+        """Whether a request counts: in the open loop by when it was due, in the closed loop by when it ended."""
         return self._in_time(due if self._plan.rate is not None else now)
 
     def _in_time(self, moment: float) -> bool:
         return self._from <= moment < self._until
 
     def _count(self, verdict: Verdict, due: float, fault: str, now: float) -> None:
-        # A wrong answer is one whenever it comes; the others belong to their time.
+        # Wrong answers count at any time, the others only within the counted seconds.
         if self._counts_in(due, now) or verdict in ("wrong", "failed", "lost"):
             self._counts[verdict] += 1
             if fault and verdict != "rejected" and len(self._faults) < _MOST_FAULTS:
                 self._faults.append(f"{verdict}: {fault}")
 
     def _drain(self) -> None:
-        """Wait for what is under way; what was due and not sent yet is sent."""
+        """Wait for sent requests, and send those that were due."""
         end = time.perf_counter() + self._plan.timeout_s
         while (self._under_way or (self._waiting and self._plan.rate is not None)) and time.perf_counter() < end:
             if self._plan.rate is not None:
@@ -246,7 +246,7 @@ class _Run:
         for due in self._waiting if self._plan.rate is not None else ():
             self._count("lost", due, "it was due and could not be sent", now)
         for wire in list(self._under_way):
-            self._lose(wire, BrokenWireError("no answer when the run ended"), now)
+            self._drop(wire, BrokenWireError("no answer when the run ended"), now)
 
     def _close(self) -> None:
         for key in list(self._selector.get_map().values()):
@@ -255,9 +255,9 @@ class _Run:
 
 
 def generate(plan: Plan, workload: Workload) -> Result:
-    """Send a workload as planned, from this thread, until its time is over and all is answered.
+    """Send a workload as planned, in this thread, until the time is over and all is answered.
 
     Raises:
-        UserError: the address is no address.
+        UserError: the address is invalid.
     """
     return _Run(plan, workload).run()

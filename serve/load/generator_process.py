@@ -1,4 +1,4 @@
-"""Runs the generator in a process of its own, so that neither its interpreter nor its memory is the caller's."""
+"""Runs the generator in its own process, to separate its interpreter and memory from the caller's."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class LoadError(PipelineError):
 
 
 def measure(plan: Plan, workload: Path) -> Result:
-    """Run a plan and wait for what it finds.
+    """Run a plan and return its result.
 
     Args:
         plan: how requests are sent.
-        workload: the folder of what is sent (`Workload.save`).
+        workload: the folder of the workload (`Workload.save`).
 
     Raises:
         LoadError: the generator's process died.
@@ -34,7 +34,7 @@ def measure(plan: Plan, workload: Path) -> Result:
 
 @contextmanager
 def started(plan: Plan, workload: Path) -> Iterator[subprocess.Popen[str]]:
-    """A generator that runs beside the caller, who takes its result by `finished`; ended with the block."""
+    """Start a generator beside the caller for the block. `finished` returns its result."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         file.touch(mode=0o600)  # it may hold a token
@@ -56,7 +56,7 @@ def started(plan: Plan, workload: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def finished(process: subprocess.Popen[str], plan: Plan) -> Result:
-    """What a generator that was started has found; waits for its end.
+    """Wait for a started generator and return its result.
 
     Raises:
         LoadError: it died, or does not end.

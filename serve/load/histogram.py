@@ -1,4 +1,4 @@
-"""Latencies in buckets of equal relative width: mergeable, small as JSON, percentiles within a quarter of a percent."""
+"""A latency histogram with buckets of equal relative width: mergeable, small as JSON, percentiles within 0.25 %."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LEAST_MS = 1e-3
 
 @dataclass
 class Histogram:
-    """Counts of latencies in ms by bucket. Not for several threads at once."""
+    """Counts of latencies in ms by bucket. Not thread-safe."""
 
     counts: dict[int, int] = field(default_factory=dict)
 
     def add(self, milliseconds: float) -> None:
-        """Count one latency; what is below a microsecond counts as one."""
+        """Count one latency. Anything below a microsecond counts as a microsecond."""
         bucket = int(math.log(max(milliseconds, _LEAST_MS) / _LEAST_MS) / _STEP)
         self.counts[bucket] = self.counts.get(bucket, 0) + 1
 
@@ -26,9 +26,9 @@ class Histogram:
         return sum(self.counts.values())
 
     def percentile(self, share: float) -> float:
-        """The latency in ms that ``share`` (above 0, to 100) percent do not exceed; NaN where nothing was counted.
+        """Return the latency in ms that ``share`` (above 0, to 100) percent do not exceed. NaN if it is empty.
 
-        The smallest counted value with at least that share at or below it (nearest rank), to its bucket's middle.
+        It is the middle of a bucket: the lowest one with at least that share at or below it (nearest rank).
         """
         rank, seen = max(1, math.ceil(len(self) * share / 100)), 0
         for bucket, count in sorted(self.counts.items()):
@@ -39,22 +39,22 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """The mean in ms; NaN where nothing was counted."""
+        """The mean in ms. NaN if it is empty."""
         total = len(self)
         return sum(_middle(bucket) * count for bucket, count in self.counts.items()) / total if total else math.nan
 
     def to_json(self) -> dict[str, int]:
-        """As JSON values; `from_json` reads them back."""
+        """Return JSON values. `from_json` reads them back."""
         return {str(bucket): count for bucket, count in sorted(self.counts.items())}
 
     @classmethod
     def from_json(cls, body: Mapping[str, int]) -> Histogram:
-        """Read what `to_json` wrote."""
+        """Read the result of `to_json`."""
         return cls({int(bucket): count for bucket, count in body.items()})
 
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
-    """All counts together."""
+    """Return all counts together."""
     found = Histogram()
     for histogram in histograms:
         for bucket, count in histogram.counts.items():

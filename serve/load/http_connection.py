@@ -1,4 +1,4 @@
-"""One kept HTTP/1.1 connection that never blocks: bytes out, whole answers in."""
+"""A persistent HTTP/1.1 connection that never blocks: it sends bytes and returns complete answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_HEAD = 1 << 16
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer; ``closes`` says that the server closes the connection after it."""
+    """A complete answer. ``closes``: whether the server closes the connection after it."""
 
     status: int
     body: bytes
@@ -29,19 +29,19 @@ class Answer:
 
 
 class BrokenWireError(Exception):
-    """The connection ended, or what came is no HTTP/1.1 answer with a length."""
+    """The connection ended, or received data that are no HTTP/1.1 answer with a length."""
 
 
 def connect(address: str, timeout_s: float = 10.0) -> socket.socket:
-    """A connection that does not block.
+    """Return a non-blocking connection.
 
     Args:
         address: ``host:port`` or ``unix:/path``.
-        timeout_s: longest wait for the server to take it.
+        timeout_s: longest wait for the server to accept it.
 
     Raises:
-        UserError: the address is neither.
-        OSError: nobody listens there.
+        UserError: the address is invalid.
+        OSError: no server listens there.
     """
     if address.startswith("unix:"):
         opened = socket.socket(socket.AF_UNIX)
@@ -58,28 +58,28 @@ def connect(address: str, timeout_s: float = 10.0) -> socket.socket:
 
 
 class Wire:
-    """A connection and what is under way on it: at most one request. For one thread."""
+    """A connection with at most one request at a time. Use it in one thread."""
 
     def __init__(self, address: str) -> None:
         self.socket = connect(address)
         self._out = memoryview(b"")
         self._in = bytearray()
-        self._head = -1  # where the body begins, once the head is there
+        self._head = -1  # where the body begins, once the head is complete
         self._length = 0
         self._first = (0, "", False)
 
     def start(self, request: bytes) -> bool:
-        """Begin to send; whether all of it went."""
+        """Start to send a request. Return whether all of it was sent."""
         self._out = memoryview(request)
         self._in.clear()
         self._head = -1
         return self.push()
 
     def push(self) -> bool:
-        """Send more; whether all of it went.
+        """Send more. Return whether all of it was sent.
 
         Raises:
-            BrokenWireError: the server does not read on.
+            BrokenWireError: the server stopped reading.
         """
         try:
             while self._out:
@@ -92,14 +92,14 @@ class Wire:
 
     @property
     def sending(self) -> bool:
-        """Whether some of the request has not gone yet."""
+        """Whether a part of the request is not sent yet."""
         return bool(self._out)
 
     def pull(self) -> Answer | None:
-        """Read what has come; the answer, if it is whole.
+        """Read received data. Return the answer if it is complete.
 
         Raises:
-            BrokenWireError: the connection ended, or this is no answer.
+            BrokenWireError: the connection ended, or the data are no answer.
         """
         try:
             data = self.socket.recv(_READ)
@@ -115,11 +115,11 @@ class Wire:
         if len(self._in) - self._head < self._length:
             return None
         status, timing, closes = self._first
-        # What comes before the whole request went is the last on this connection: the rest would be taken for another.
+        # An early answer is the last on this connection: the rest of the request would be taken for another.
         return Answer(status, bytes(self._in[self._head :]), timing, closes or self.sending)
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection."""
         self.socket.close()
 
     def _read_head(self) -> bool:
@@ -128,7 +128,7 @@ class Wire:
             if len(self._in) > _LONGEST_HEAD:
                 raise BrokenWireError(f"an answer's head has more than {_LONGEST_HEAD} bytes")
             return False
-        # Searched, not split into fields: this process takes its time from the server that it measures.
+        # Searched, not split into fields, because this process shares the cores with the measured server.
         head = bytes(self._in[: end + 2])
         first = _FIRST.match(head)
         if first is None:
@@ -144,5 +144,5 @@ class Wire:
 
 
 def stages(timing: str) -> dict[str, float]:
-    """A ``Server-Timing`` header's durations in ms by name (W3C Server Timing, section 3)."""
+    """Return a ``Server-Timing`` header's durations in ms by name (W3C Server Timing, section 3)."""
     return {name: float(duration) for name, duration in _TIMING.findall(timing)}

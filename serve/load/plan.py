@@ -1,4 +1,4 @@
-"""How requests are sent, and what was found: the records that go to the generator's process and come back."""
+"""The plan and the result of a run: the records passed to the generator's process and back."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from serve.runtime.errors import UserError
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go.
+    """The target of the requests.
 
     Attributes:
         address: ``host:port``, or ``unix:/path/of/a/socket``.
-        path: of the request, such as ``/predictions/NAME``.
-        headers: sent with each request, such as a token.
+        path: path of the requests, for example ``/predictions/NAME``.
+        headers: sent with each request, for example a token.
     """
 
     address: str
@@ -33,16 +33,16 @@ class Plan:
     """One run of the generator.
 
     Attributes:
-        target: where requests go.
-        clients: closed loop: connections, each of which sends when its answer has come; open loop: most connections.
-        rate: open loop: mean arrivals a second, with exponential gaps (a Poisson process); None: closed loop.
-        seconds: what is counted.
+        target: the target of the requests.
+        clients: closed loop: number of connections, each of which sends after its answer. Open loop: most connections.
+        rate: open loop: mean arrivals a second, with exponential gaps (a Poisson process). None: closed loop.
+        seconds: the counted time.
         warm_s: seconds of the same load before, which are not counted.
-        timeout_s: an answer that takes longer is lost, and its connection closed.
-        give_up_ms: end the run when a request has waited this long, counted from when it was due; None: never.
-        seed: of the order of requests and of the gaps.
-        spread: open loop: connections that are opened before one is used again, and used in turns then, for a server of
-            several processes, which get whole connections; 0: the fewest that do.
+        timeout_s: seconds after which an answer is lost, and its connection closed.
+        give_up_ms: end the run when a request waits this long from when it was due. None: never.
+        seed: seed for the order of requests and the gaps.
+        spread: open loop: connections to open before one is used again. They are then used in turns, because a server
+            of several processes gets whole connections. 0: as few as possible.
     """
 
     target: Target
@@ -65,31 +65,31 @@ class Plan:
                 raise UserError(f"{name} must be above 0 seconds, got {value}")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` reads them back."""
+        """Return JSON values. `from_json` reads them back."""
         return {**dataclasses.asdict(self), "target": {**vars(self.target), "headers": dict(self.target.headers)}}
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Plan:
-        """Read what `to_json` wrote."""
+        """Read the result of `to_json`."""
         return cls(**{**body, "target": Target(**body["target"])})
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one run found; of what was due (open loop) or answered (closed loop) in the seconds that count.
+    """The result of one run, for requests due (open loop) or answered (closed loop) in the counted seconds.
 
     Attributes:
-        seconds: counted ones; fewer than planned where it gave up.
+        seconds: the counted seconds. Fewer than planned if it gave up.
         counts: requests by verdict.
-        latency: of those answered or refused as known; in the open loop from when the request was due.
-        rejection: of those rejected.
+        latency: latencies of known answers and refusals. In the open loop from when the request was due.
+        rejection: latencies of rejected requests.
         cpu_s: CPU time of the generator's process in those seconds.
-        came: known answers that came in those seconds, whenever their requests were due.
-        stages: mean ms by name, as the server's ``Server-Timing`` headers told.
-        faults: some of what was wrong, failed or lost, in words.
+        came: known answers that arrived in those seconds, whenever their requests were due.
+        stages: mean ms by name, from the server's ``Server-Timing`` headers.
+        faults: examples of wrong, failed or lost requests, in words.
         gave_up: whether a request waited longer than the plan allows.
-        late_ms: open loop: the most that the generator itself was late with a request for which it had a connection. As
-            long was it kept from the processor, and what was due meanwhile came at once.
+        late_ms: open loop: longest delay of the generator itself for a request with a free connection. It had no
+            processor for that time, and the requests due meanwhile were sent together.
     """
 
     seconds: float
@@ -105,21 +105,21 @@ class Result:
 
     @property
     def good(self) -> int:
-        """Requests that got their known answer."""
+        """Number of requests with their known answer."""
         return sum(self.counts.get(verdict, 0) for verdict in GOOD)
 
     @property
     def throughput(self) -> float:
-        """Known answers a second, by when they came: of what was due, some waits in a queue that fills meanwhile."""
+        """Known answers a second, by when they arrived, because a filling queue delays some of the due requests."""
         return self.came / self.seconds if self.seconds else 0.0
 
     @property
     def bad(self) -> int:
-        """Requests that got a wrong answer, an error of the server's, or none; being full is not counted."""
+        """Number of requests with a wrong answer, a server error, or no answer. A full server is not counted."""
         return sum(self.counts.get(verdict, 0) for verdict in ("wrong", "failed", "lost"))
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` reads them back."""
+        """Return JSON values. `from_json` reads them back."""
         return {
             **dataclasses.asdict(self),
             "latency": self.latency.to_json(),
@@ -130,7 +130,7 @@ class Result:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Result:
-        """Read what `to_json` wrote."""
+        """Read the result of `to_json`."""
         return cls(
             **{
                 **body,
@@ -142,7 +142,7 @@ class Result:
 
 
 def pooled(results: list[Result]) -> Result:
-    """Several runs as one; stages are the mean of the runs'."""
+    """Combine several runs into one. Stages are the mean of the runs'."""
     names = {name for result in results for name in result.stages}
     told = {name: [result.stages[name] for result in results if name in result.stages] for name in names}
     return Result(

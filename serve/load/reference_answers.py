@@ -1,4 +1,4 @@
-"""What an artifact answers to images, found in process by the code that serves it: the known answers of a workload."""
+"""Computes the known answers of a workload in process, by the same code that serves."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _KINDS = {b"\xff\xd8\xff": "image/jpeg", b"\x89PNG": "image/png"}
 
 
 def opened(folder: Path, serving: Serving) -> Predictor:
-    """An artifact as a server of this machine's CPU opens it: the first of its executions that works, and its decoder.
+    """Open an artifact as a server on this CPU does: the first execution that works, and the decoder.
 
     Raises:
         CardError: a file does not match the card.
-        EngineError: none does.
+        EngineError: no execution works.
     """
 
     def on_cpu(execution: Execution, passed: tuple[PassedOver, ...]) -> Predictor:
@@ -32,7 +32,7 @@ def opened(folder: Path, serving: Serving) -> Predictor:
 
 
 def known_answers(predictor: Predictor, images: Iterable[bytes]) -> list[Known]:
-    """What becomes of each image alone: every class's probability, or the refusal's status."""
+    """Return the answer for each image alone: every class's probability, or the refusal's status."""
     classes = len(predictor.card.classes)
     found = []
     for image in images:
@@ -46,7 +46,7 @@ def known_answers(predictor: Predictor, images: Iterable[bytes]) -> list[Known]:
 
 
 def items(predictor: Predictor, images: Sequence[tuple[str, bytes]], weight: float = 1.0) -> tuple[Item, ...]:
-    """Requests of one image each, by name, with their known answers."""
+    """Return requests of one image each, by name, with their known answers."""
     known = known_answers(predictor, (image for _, image in images))
     return tuple(
         Item(name, image, _content_type(image), (answer,), weight=weight)
@@ -55,10 +55,10 @@ def items(predictor: Predictor, images: Sequence[tuple[str, bytes]], weight: flo
 
 
 def tolerance(executions: Sequence[Execution]) -> float:
-    """How far a served probability may be from the known one: engines and batch sizes round otherwise.
+    """Return how far a served probability may be from the known one, because engines and batch sizes round differently.
 
-    ResNet-18's int8 graph: 0.054 at most between ONNX Runtime 1.31 and OpenVINO 2026.4 over 40 photographs, and nothing
-    between batches of 1 and of 8 in either.
+    For ResNet-18's int8 graph the difference was at most 0.054 between ONNX Runtime 1.31 and OpenVINO 2026.4 over 40
+    photographs. In each of them, batches of 1 and of 8 gave the same.
     """
     return 0.1 if len({execution.engine for execution in executions}) > 1 else 0.05
 

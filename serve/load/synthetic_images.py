@@ -1,4 +1,4 @@
-"""Pictures to send where there are no photographs: smooth shapes and noise of every scale, encoded as JPEG."""
+"""Makes images to send without photographs: smooth shapes and noise of every scale, encoded as JPEG."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from PIL import Image
 
 from serve.runtime.errors import UserError
 
-#: Endings of the files that are taken from a folder.
+#: Endings of the image files in a folder.
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
 def make_picture(seed: int, size: tuple[int, int], quality: int = 90) -> bytes:
-    """A JPEG of ``size`` (width, height): a sum of noise over octaves, as photographs have it (about 1/f).
+    """Return a JPEG of ``size`` (width, height): a sum of noise over octaves, as in photographs (about 1/f).
 
     It has some 0.25 bytes a pixel.
     """
@@ -37,12 +37,12 @@ def make_picture(seed: int, size: tuple[int, int], quality: int = 90) -> bytes:
 def make_pictures(
     count: int, sizes: tuple[tuple[int, int], ...] = ((500, 375), (375, 500), (640, 480), (320, 240))
 ) -> list[tuple[str, bytes]]:
-    """Pictures by name, in turns of these sizes."""
+    """Return images by name, with these sizes in turns."""
     return [(f"made-{seed}", make_picture(seed, sizes[seed % len(sizes)])) for seed in range(count)]
 
 
 def read_pictures(folder: Path) -> list[tuple[str, bytes]]:
-    """The pictures of a folder, by file name.
+    """Return the images of a folder, by file name.
 
     Raises:
         UserError: there are none.

@@ -1,4 +1,4 @@
-"""What is sent, and what must come back: requests with their known answers, kept in a folder between processes."""
+"""A workload: requests with their known answers, stored in a folder for other processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FILE = "workload.json"
 
 @dataclass(frozen=True)
 class Known:
-    """What becomes of one image: its classes' probabilities, or the status that it is refused with.
+    """The known answer for one image: probabilities of its classes, or the status of its refusal.
 
     Attributes:
-        probabilities: of all classes, by index; empty for a refusal.
+        probabilities: of all classes, by index. Empty for a refusal.
         status: 200, or the refusal's.
     """
 
@@ -30,12 +30,12 @@ class Item:
 
     Attributes:
         name: for messages.
-        body: what is sent.
-        content_type: of the body.
-        known: what becomes of its images, in order; empty: the answer is not compared with anything.
-        listed: whether it is answered with ``predictions`` (a request of instances) or with one image's classes.
-        exact: the answer's bytes, where they are known.
-        weight: how often it is sent beside the others.
+        body: the bytes to send.
+        content_type: content type of the body.
+        known: known answers of its images, in order. Empty: the answer is not compared.
+        listed: whether the answer has ``predictions`` (for instances) or one image's classes.
+        exact: the exact bytes of the answer, if known.
+        weight: how often it is sent, relative to the others.
     """
 
     name: str
@@ -51,14 +51,14 @@ class Item:
 class Workload:
     """Requests to choose from, and how far a probability may be from the known one.
 
-    A batch of another size, or another engine, rounds otherwise.
+    Another batch size or engine rounds differently.
     """
 
     items: tuple[Item, ...]
     tolerance: float = 0.02
 
     def save(self, folder: Path) -> Path:
-        """Write it into ``folder``, which is made; `load` reads it back."""
+        """Write the workload to ``folder``, which is created. `load` reads it back."""
         folder.mkdir(parents=True, exist_ok=True)
         entries = []
         for number, item in enumerate(self.items):
@@ -70,7 +70,7 @@ class Workload:
 
     @classmethod
     def load(cls, folder: Path) -> Workload:
-        """Read what `save` wrote."""
+        """Read the result of `save`."""
         body = json.loads((folder / _FILE).read_text(encoding="utf-8"))
         items = tuple(
             Item(
@@ -86,7 +86,7 @@ class Workload:
         return cls(items, body["tolerance"])
 
     def confusable(self) -> list[tuple[str, str]]:
-        """Pairs of single images that answer alike within the tolerance: an answer swapped between them is not seen."""
+        """Return pairs of single images with equal answers within the tolerance. A swap would not be noticed."""
         single = [item for item in self.items if len(item.known) == 1 and item.known[0].probabilities]
         return [
             (one.name, other.name)
@@ -97,7 +97,7 @@ class Workload:
 
 
 def tell_apart(items: Sequence[Item], tolerance: float) -> tuple[Item, ...]:
-    """Those single images whose answers differ from those of every image kept before by more than two tolerances."""
+    """Return the single images whose answers differ by more than two tolerances from all kept before."""
     kept: list[Item] = []
     for item in items:
         if not any(_alike(item.known[0], other.known[0], 2 * tolerance) for other in kept):
@@ -106,19 +106,19 @@ def tell_apart(items: Sequence[Item], tolerance: float) -> tuple[Item, ...]:
 
 
 def instances(name: str, items: Sequence[Item], weight: float = 1.0) -> Item:
-    """One JSON request of several single images."""
+    """Return one JSON request of several single images."""
     known = tuple(known for item in items for known in item.known)
     body = instances_body([item.body for item in items])
     return Item(name, body, "application/json", known, listed=True, weight=weight)
 
 
 def instances_body(images: Sequence[bytes]) -> bytes:
-    """The JSON body of a request of several images, as KServe's first protocol and TorchServe take it."""
+    """Return the JSON body of a request with several images, for KServe's version 1 and TorchServe."""
     return json.dumps({"instances": [{"b64": base64.b64encode(image).decode()} for image in images]}).encode()
 
 
 def request_bytes(item: Item, path: str, host: str, headers: Mapping[str, str]) -> bytes:
-    """The whole HTTP/1.1 request of an item."""
+    """Return the whole HTTP/1.1 request of an item."""
     lines = [
         f"POST {path} HTTP/1.1",
         f"Host: {host}",

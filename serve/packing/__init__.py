@@ -1,5 +1,5 @@
-"""Archives of a whole run, each with its bill of materials; and the audit of what they will run on.
+"""Packs the archives of a whole run, each with its bill of materials, and audits their dependencies.
 
-In: a run in a store, and options. Does: packs, lists components, asks for known vulnerabilities.
-Out: ``.mar`` files with ``.mar.cdx.json`` beside them, both in the run's sealed list; advisories.
+Input: a run in a store, and options. Work: pack, list components, query known vulnerabilities. Output: ``.mar`` files
+with ``.mar.cdx.json`` beside them, both in the run's sealed list, and advisories.
 """

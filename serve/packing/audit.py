@@ -1,6 +1,6 @@
-"""Known vulnerabilities of what is installed: Python packages by pip-audit, the libraries in TorchServe's jar by OSV.
+"""Known vulnerabilities of the installation: Python packages by pip-audit, the libraries in TorchServe's jar by OSV.
 
-Both ask a data base on the network; without one nothing can be said but what is there. pip-audit knows no Java.
+Both query a database on the network. Without it only the installed versions are known. pip-audit does not know Java.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _MOST_PAGES = 50
 
 
 class AuditError(PipelineError):
-    """The audit could not be made: nothing is known either way."""
+    """The audit failed, so nothing is known either way."""
 
 
 @dataclass(frozen=True)
 class Advisory:
-    """A known vulnerability, by its name in the data base, such as ``GHSA-wm47-8v5p-wjpj``."""
+    """A known vulnerability, by its name in the database, for example ``GHSA-wm47-8v5p-wjpj``."""
 
     library: JavaLibrary
     name: str
 
 
 def bundled_libraries() -> tuple[JavaLibrary, ...]:
-    """Everything that TorchServe's jars bundle.
+    """Return everything that TorchServe's jars bundle.
 
     Raises:
-        AuditError: one of them is not known.
+        AuditError: a jar is unknown.
     """
     found: list[JavaLibrary] = []
     for jar in torchserve_jars():
@@ -51,14 +51,14 @@ def bundled_libraries() -> tuple[JavaLibrary, ...]:
 
 
 def advisories(libraries: Sequence[JavaLibrary], *, osv: str = OSV) -> Iterator[Advisory]:
-    """What is known against libraries whose versions are known.
+    """Yield the advisories for libraries with known versions.
 
     Args:
-        libraries: those without a version are not asked about.
-        osv: where OSV's interface is.
+        libraries: the libraries. Those without a version are skipped.
+        osv: address of OSV's interface.
 
     Raises:
-        AuditError: it cannot be reached, or answers otherwise than it documents.
+        AuditError: OSV cannot be reached, or its answer is not as documented.
     """
     asked = [library for library in libraries if library.version is not None]
     left: list[tuple[JavaLibrary, dict[str, Any]]] = [
@@ -77,7 +77,7 @@ def advisories(libraries: Sequence[JavaLibrary], *, osv: str = OSV) -> Iterator[
             for (library, query), result in zip(left, answer.json()["results"], strict=True):
                 for entry in result.get("vulns", ()):
                     yield Advisory(library, str(entry["id"]))
-                # Of a query that takes it long OSV tells a part, which may be none, and where it goes on.
+                # For a slow query OSV returns a part, which may be empty, and a token for the rest.
                 if token := result.get("next_page_token"):
                     further.append((library, {**query, "page_token": str(token)}))
             left = further
@@ -95,7 +95,7 @@ def advisories(libraries: Sequence[JavaLibrary], *, osv: str = OSV) -> Iterator[
 
 @dataclass(frozen=True)
 class PythonAudit:
-    """What pip-audit says: how many packages it knows, those that it does not, and what is known against the others."""
+    """A result of pip-audit: the number of checked packages, the skipped ones, and the vulnerabilities."""
 
     checked: int
     skipped: tuple[str, ...]
@@ -107,7 +107,7 @@ def audit_python() -> PythonAudit:
 
     Raises:
         UserError: pip-audit is not installed.
-        AuditError: it could not reach its data base, or knows no package that is installed here.
+        AuditError: it cannot reach its database, or knows no installed package.
     """
     if importlib.util.find_spec("pip_audit") is None:
         raise UserError("the audit needs the extra 'audit': pip install 'optimize-and-serve[audit]'")
@@ -121,11 +121,11 @@ def audit_python() -> PythonAudit:
 
 
 def read_report(document: str) -> PythonAudit:
-    """Read what ``pip-audit --format json`` writes.
+    """Parse the output of ``pip-audit --format json``.
 
     Raises:
-        ValueError: it is no such report.
-        AuditError: it names no package that was checked. pip-audit itself then says that nothing is known against them.
+        ValueError: the text is not such a report.
+        AuditError: no package was checked. pip-audit itself would report that it found nothing.
     """
     try:
         entries = json.loads(document)["dependencies"]

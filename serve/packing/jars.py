@@ -1,8 +1,9 @@
 """The Java libraries inside TorchServe's jar: a fixed list, because TorchServe 0.12.0 was its last release.
 
-TorchServe's build unpacks what it uses into one jar and drops the manifests, so that scanners find nothing in it. The
-versions are those that its build files state: ``frontend/gradle.properties``, the ``build.gradle`` of ``server`` and
-``archive``, ``tools/gradle/proto.gradle``. The jar itself names JUnit's and jQuery's. Gradle chose the others.
+TorchServe's build unpacks its libraries into one jar and drops the manifests, so scanners find nothing in it. The
+versions here are from its build files: ``frontend/gradle.properties``, the ``build.gradle`` of ``server`` and
+``archive``, ``tools/gradle/proto.gradle``. The jar itself names the versions of JUnit and jQuery. Gradle chose the
+others.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from pathlib import Path
 from serve.runtime.card.card import sha256_file
 from serve.runtime.errors import UserError
 
-#: The jar of the wheel of TorchServe 0.12.0.
+#: The jar in the wheel of TorchServe 0.12.0.
 _SHA256 = "ce340411ce54beaacd3dcfa31644a9aa369a83a36ed687172ba1088a13123dfe"
-#: Group, names, version of what is in it; no version where none is stated.
+#: Group, names and version of its libraries. No version if none is stated.
 _LIBRARIES = """
 com.beust jcommander
 com.github.javaparser javaparser-core
@@ -53,7 +54,7 @@ org.yaml snakeyaml 2.1
 
 @dataclass(frozen=True, order=True)
 class JavaLibrary:
-    """A Maven artifact; ``version`` is None where TorchServe's build does not state it."""
+    """A Maven artifact. ``version`` is None if TorchServe's build does not state it."""
 
     group: str
     name: str
@@ -62,7 +63,7 @@ class JavaLibrary:
 
 @dataclass(frozen=True)
 class Jar:
-    """A jar of the installed TorchServe; ``bundled`` is None where it is another than that of 0.12.0."""
+    """A jar of the installed TorchServe. ``bundled`` is None if the jar is not that of 0.12.0."""
 
     name: str
     sha256: str
@@ -70,10 +71,10 @@ class Jar:
 
 
 def torchserve_jars() -> tuple[Jar, ...]:
-    """The jars of the installed TorchServe.
+    """Return the jars of the installed TorchServe.
 
     Raises:
-        UserError: it is not installed.
+        UserError: TorchServe is not installed.
     """
     try:
         from ts import __file__ as torchserve
@@ -89,7 +90,7 @@ def _jar(path: Path) -> Jar:
 
 
 def libraries() -> tuple[JavaLibrary, ...]:
-    """What the jar of TorchServe 0.12.0 bundles, by group and name."""
+    """Return the libraries in the jar of TorchServe 0.12.0, by group and name."""
     found = []
     for line in _LIBRARIES.strip().splitlines():
         group, names, *version = line.split()

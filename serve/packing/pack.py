@@ -1,4 +1,4 @@
-"""Packs what a store holds of a run into archives: all of it, or what is to be served otherwise than it was."""
+"""Packs a run's artifacts into archives: all of them, or selected ones with other serving settings."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def package_run(
     """Build an archive of every artifact of a run, each with its bill of materials, and seal them.
 
     Args:
-        store: holds the run.
-        run: its name.
-        options: how they are served otherwise than the run decided.
-        on_packed: called with each archive, and which share of the run's bytes is packed with it.
+        store: the folder of the runs.
+        run: the run's name.
+        options: changes to the run's serving settings.
+        on_packed: called with each archive, and the share of the run's bytes that is packed so far.
 
     Raises:
-        UserError: the run is not in the store, has no artifacts, or none that one of the engines opens; or it is not as
-            it was sealed.
-        CardError: an artifact's folder is not whole.
+        UserError: the run is not in the store, has no artifacts, or does not match its sealed list. Or a named engine
+            opens none of its artifacts.
+        CardError: an artifact's folder is damaged.
     """
     folder = store / run
     artifacts = artifact_folders(store, run)
@@ -54,17 +54,17 @@ def package_run(
 
 
 def _seal_archive(folder: Path, archive: Path) -> None:
-    """Write the bill of materials of an archive that was just packed, and both into the run's list of files."""
+    """Write the bill of materials of a new archive, and add both to the run's list."""
     digest = sha256_file(archive)
     sealed_files.reseal(folder, [archive, write_bill(folder, archive, digest)], {archive: digest})
 
 
 def write_bill(folder: Path, archive: Path, digest: str) -> Path:
-    """Write the bill of materials of an archive, unless there is one of this archive that nobody has changed.
+    """Write the bill of materials of an archive, unless an unchanged one of this archive exists.
 
     Args:
-        folder: the run's.
-        archive: in it.
+        folder: the run's folder.
+        archive: the archive in it.
         digest: its SHA-256.
     """
     intact = not sealed_files.is_sealed(folder) or sealed_files.holds(
@@ -74,16 +74,16 @@ def write_bill(folder: Path, archive: Path, digest: str) -> Path:
 
 
 def repacking(store: Path, selection: Selection, options: ServingOptions, device: DeviceChoice = "auto") -> Pack | None:
-    """What packs the selected artifacts, served otherwise than their archives say; None: nothing differs.
+    """Return a function that packs the selected artifacts with other settings. None: nothing differs.
 
     Args:
-        store: holds the runs.
-        selection: what is to be served.
-        options: what differs.
-        device: ``cuda`` puts the executions on a GPU before the others.
+        store: the folder of the runs.
+        selection: the models to serve.
+        options: the changed settings.
+        device: ``cuda`` prefers executions on a GPU.
 
     Raises:
-        UserError: an engine that is named opens none of them.
+        UserError: a named engine opens none of them.
     """
     if device == "cuda":
         options = options.on_gpu()
@@ -103,7 +103,7 @@ def repacking(store: Path, selection: Selection, options: ServingOptions, device
 
 
 def _check_engines(run: str, artifacts: Sequence[Path], options: ServingOptions) -> None:
-    """See that every engine that is named opens something."""
+    """Check that every named engine opens one of the artifacts."""
     if not options.engines:
         return
     opens = {entry.name for artifact in artifacts for entry in engines_for(read_card(artifact))}

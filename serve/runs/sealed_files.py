@@ -1,12 +1,13 @@
-"""The sealed list of a run's files, ``files.json``: whoever reads a run checks by it what they read.
+"""The sealed list of a run's files, ``files.json``, by which every reader checks the files.
 
-It names every file in the run's folder with its SHA-256 and size, and holds its own hash. It is written last, so that
-a writer that was killed leaves the list of before, or none: what it has changed by then counts as damaged, and the
-next run mends that. Whoever writes into the folder later (`serve package`, `tune`, `profile`) checks what they read and
-seals what they wrote. Writers hold the lock of the run (`writing`).
+It names every file in the run's folder with its SHA-256 and size, and has its own hash. It is written last. A killed
+writer leaves the old list, or none. The files that it changed then count as damaged, until the next run repairs them.
+Later writers (`serve package`, `tune`, `profile`) check the files that they read and seal those that they wrote.
+Writers hold the lock of the run (`writing`).
 
-Not listed are the list itself, signatures (which prove themselves), files whose names begin with a dot (they are being
-written), tracebacks of stages that failed, what a tuning keeps while it lasts, and exports, which you may edit.
+The list leaves out itself, signatures (which prove themselves) and files whose names begin with a dot (they are being
+written). It also leaves out tracebacks of failed stages, the state of a running tuning, and exports, which you may
+edit.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _AGAIN: Final = "run the model again"
 
 
 class SealError(UserError):
-    """A run whose files are not those that it was sealed with."""
+    """A run whose files are not the sealed ones."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the list says of a file."""
+    """The list's facts about a file."""
 
     sha256: str
     bytes: int
@@ -46,13 +47,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Fault:
-    """A file that is not as the list says.
+    """A file that does not match the list.
 
     Attributes:
         name: its path in the run's folder.
-        path: where it is.
+        path: its full path.
         reason: what is wrong.
-        remedy: what mends it.
+        remedy: how to repair it.
     """
 
     name: str
@@ -68,21 +69,21 @@ def seal(folder: Path, known: Mapping[Path, str] | None = None) -> None:
     """Write the list of all files of a run. The caller holds the run's lock.
 
     Args:
-        folder: the run's.
+        folder: the run's folder.
         known: SHA-256 of files that need not be hashed again.
     """
     _write(folder, {name: _entry(folder / name, known or {}) for name in _names(folder, "")})
 
 
 def reseal(folder: Path, written: Iterable[Path], known: Mapping[Path, str] | None = None) -> None:
-    """Write into the list what was just written into a run's folder, or removed. The caller holds the run's lock.
+    """Update the list for files that were just written or removed. The caller holds the run's lock.
 
-    Nothing happens where there is no list.
+    Without a list it does nothing.
 
     Args:
-        folder: the run's.
+        folder: the run's folder.
         written: the files.
-        known: SHA-256 of those that need not be hashed again.
+        known: SHA-256 of files that need not be hashed again.
 
     Raises:
         SealError: the list is damaged.
@@ -100,7 +101,7 @@ def reseal(folder: Path, written: Iterable[Path], known: Mapping[Path, str] | No
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Hold the lock of a sealed run; waits for whoever is writing its folder."""
+    """Hold the lock of a sealed run. This waits for other writers of its folder."""
     if not (folder / layout.SEAL_FILE).is_file():
         yield
         return
@@ -111,7 +112,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def is_sealed(folder: Path) -> bool:
-    """Return whether a folder has a list that is whole."""
+    """Whether a folder has an undamaged list."""
     try:
         return _entries(folder) is not None
     except SealError:
@@ -119,16 +120,16 @@ def is_sealed(folder: Path) -> bool:
 
 
 def holds(folder: Path, name: str) -> bool:
-    """Return whether a folder has a list that is whole, and a file is as it says."""
+    """Whether a folder has an undamaged list that a file matches."""
     return is_sealed(folder) and not faults(folder, [name])
 
 
 def faults(folder: Path, names: Collection[str]) -> list[Fault]:
-    """Find what is not as the list says: changed, missing, or not listed.
+    """Return the files that do not match the list: changed, missing, or not listed.
 
     Args:
-        folder: the run's.
-        names: paths in it, of files, or of folders with all that lies and should lie there.
+        folder: the run's folder.
+        names: paths in it, of files, or of folders with all listed and existing files inside.
 
     Raises:
         SealError: the run has no list, or the list is damaged.
@@ -146,7 +147,7 @@ def faults(folder: Path, names: Collection[str]) -> list[Fault]:
 
 
 def names(folder: Path) -> list[str]:
-    """Return the paths, in a run's folder, of all files that are listed or lie there.
+    """Return the paths in a run's folder of all files that are listed or exist.
 
     Raises:
         SealError: the run has no list, or the list is damaged.
@@ -158,19 +159,18 @@ def names(folder: Path) -> list[str]:
 
 
 def require(folder: Path, *names: str) -> None:
-    """See that files of a run are as the list says.
+    """Check that files of a run match the list.
 
-    A folder without a list and without a report, such as one of archives that were copied, passes: nothing is known of
-    it.
+    A folder without a list and a report passes, for example one of copied archives: nothing is known about it.
 
     Args:
-        folder: the run's.
-        names: as in `faults`.
+        folder: the run's folder.
+        names: see `faults`.
 
     Raises:
-        SealError: one is not; the message is one line that says what to do.
+        SealError: a file does not match. The message is one line with a remedy.
     """
-    if _is_of_no_run(folder):
+    if _is_no_run(folder):
         return
     found = faults(folder, names)
     if found:
@@ -179,15 +179,15 @@ def require(folder: Path, *names: str) -> None:
 
 
 def read(folder: Path, name: str) -> bytes | None:
-    """Read a file of a run and see that it is as the list says.
+    """Read a file of a run and check that it matches the list.
 
     Returns:
-        Its content; None where there is neither a list nor a report.
+        Its content. None without a list and a report.
 
     Raises:
-        SealError: as `require`.
+        SealError: see `require`.
     """
-    if _is_of_no_run(folder):
+    if _is_no_run(folder):
         return None
     try:
         content = (folder / name).read_bytes()
@@ -197,7 +197,7 @@ def read(folder: Path, name: str) -> bytes | None:
     return content
 
 
-def _is_of_no_run(folder: Path) -> bool:
+def _is_no_run(folder: Path) -> bool:
     return not any(os.path.lexists(folder / name) for name in (layout.SEAL_FILE, layout.REPORT_FILE))
 
 
@@ -213,7 +213,7 @@ def _verify(folder: Path) -> str:
 
 
 def _entries(folder: Path) -> dict[str, Entry] | None:
-    """The list; None if there is none."""
+    """Return the list. None if there is none."""
     path = folder / layout.SEAL_FILE
     try:
         body = unsealed(path.read_text(encoding="utf-8"))
@@ -272,7 +272,7 @@ def _fault(folder: Path, name: str, entry: Entry | None) -> Fault | None:
 
 
 def _names(folder: Path, name: str) -> Iterator[str]:
-    """Paths, in the run's folder, of the files that are listed of it; those at or below ``name``."""
+    """Yield the paths in the run's folder of the files to list, at or below ``name``."""
     start = folder / name
     if not start.is_dir() or start.is_symlink():
         if os.path.lexists(start) and _is_listed(name):

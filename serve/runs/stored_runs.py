@@ -1,6 +1,6 @@
-"""What a store holds of a run, for serving: artifacts, archives, the recommended one and a sample image.
+"""Finds a run's artifacts, archives, recommended artifact and sample image in a store, for serving.
 
-Where they lie is said in `serve.common.layout`; only what a command needs must be there.
+`serve.common.layout` defines the paths. Only the files that a command needs must exist.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from serve.torchserve.state import ServedModel
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 
-#: Stands for every artifact of a run that this machine can run.
+#: Means every artifact of a run that this machine can run.
 ALL = "all"
 
-_NAMED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)=(?P<target>.+)")
+_NAME_AND_TARGET = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)=(?P<target>.+)")
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be served of a store, as a command line says it: ``[NAME=]RUN[/ARTIFACT]``.
+    """A model to serve from a store, as on a command line: ``[NAME=]RUN[/ARTIFACT]``.
 
     Attributes:
         run: the run's name.
-        artifact: the artifact's; None: which one is said apart.
-        name: what it is to be called by requests; None: ``RUN-ARTIFACT``.
+        artifact: the artifact's name. None: chosen elsewhere.
+        name: the model's name in requests. None: ``RUN-ARTIFACT``.
     """
 
     run: str
@@ -49,7 +49,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Selection:
-    """What is to be served: archives by model name, those left out with the reason, and the default model."""
+    """The models to serve: archives by model name, omitted ones with the reason, and the default model."""
 
     archives: dict[str, Path]
     left_out: dict[str, str]
@@ -57,19 +57,20 @@ class Selection:
 
 
 def model_name(run: str, artifact: str) -> str:
-    """The name that an artifact of a run is served by, ``<run>-<artifact>``.
+    """Return the served name of an artifact of a run, ``<run>-<artifact>``.
 
     Raises:
-        UserError: it is not a legal name of a model.
+        UserError: the name is not legal for a model.
     """
     return check_model_name(layout.served_name(run, artifact))
 
 
 def find_run(wanted: str, data: str | None = None) -> str:
-    """The name of the run that is meant.
+    """Return the name of a run.
 
     Args:
-        wanted: a run's name; or a model as on the command line of `optimize`, which is told by its colon or by data.
+        wanted: a run's name, or a model as on `optimize`'s command line. A colon, or ``data``, shows that it is a
+            model.
         data: the data of that model's run.
     """
     if data is None and ":" not in wanted:
@@ -78,13 +79,13 @@ def find_run(wanted: str, data: str | None = None) -> str:
 
 
 def find_target(word: str, data: str | None = None) -> Target:
-    """What a word of the command line means: ``[NAME=]RUN[/ARTIFACT]``.
+    """Parse a word of the command line: ``[NAME=]RUN[/ARTIFACT]``.
 
     Args:
-        word: its RUN may be a model, as in `find_run`; its artifact stands behind the colon then.
-        data: as in `find_run`.
+        word: its RUN may be a model, as in `find_run`. Its artifact is then behind the colon.
+        data: see `find_run`.
     """
-    named = _NAMED.fullmatch(word)
+    named = _NAME_AND_TARGET.fullmatch(word)
     if named is not None:
         word = named["target"]
     module, colon, rest = word.rpartition(":")
@@ -103,56 +104,55 @@ def select(
     """Choose the archives to serve.
 
     Args:
-        store: holds the runs.
-        targets: what to serve.
-        artifacts: of the targets that name none: these, `ALL` of them, or (empty) the one that the run's report
-            recommends.
-        device: where they are to run.
-        strict: refuse where this machine cannot run one of them, and do not leave it out.
+        store: the folder of the runs.
+        targets: the models to serve.
+        artifacts: for targets without an artifact: these, `ALL`, or (empty) the one that the run's report recommends.
+        device: where they must run.
+        strict: raise if this machine cannot run one of them. Otherwise it is left out.
 
     Raises:
-        UserError: a run or an archive is missing, two have the same name, CUDA is asked for and is not there, or
-            nothing of what was asked for runs here.
+        UserError: a run or an archive is missing, or two have the same name. Or CUDA is wanted and missing, or nothing
+            of the selection runs here.
     """
     if device == "cuda" and not _has_cuda():
         raise UserError("CUDA was asked for and this machine has no usable CUDA device: use --device cpu")
     wanted: dict[str, Path] = {}
     for target in targets:
-        for name, path in _wanted(store, target, artifacts):
+        for name, path in _archives_of(store, target, artifacts):
             if (taken := wanted.setdefault(name, path)) != path:
                 raise UserError(
-                    f"{_spelled(taken)} and {_spelled(path)} would both be called {name}: give one another name, as in "
-                    f"NAME={_spelled(path)}"
+                    f"{_shown(taken)} and {_shown(path)} would both be called {name}: give one another name, as in "
+                    f"NAME={_shown(path)}"
                 )
     faults = _faults(wanted, device)
     chosen = {name: path for name, path in wanted.items() if name not in faults}
     if faults and (strict or not chosen):
-        reasons = "; ".join(f"{_spelled(wanted[name])}: {reason}" for name, reason in faults.items())
+        reasons = "; ".join(f"{_shown(wanted[name])}: {reason}" for name, reason in faults.items())
         raise UserError(f"{'one' if chosen else 'nothing'} of what was asked for cannot be served here ({reasons})")
     return Selection(chosen, faults, _first_recommended(store, chosen))
 
 
 def _faults(wanted: Mapping[str, Path], device: DeviceChoice) -> dict[str, str]:
-    """Why some of the archives cannot be served on this machine."""
+    """Return why some of the archives cannot be served on this machine."""
     found: dict[str, str] = {}
     for name, path in wanted.items():
         try:
-            needs = _checked(path).device
+            needs = _checked_card(path).device
         except (CardError, sealed_files.SealError) as error:
             found[name] = str(error)
             continue
-        # torch is imported to look for a GPU: not where nothing depends on it.
+        # The search for a GPU imports torch, so it runs only if something depends on it.
         if needs == "cuda" and (device == "cpu" or not _has_cuda()):
             found[name] = "it runs on CUDA only"
     return found
 
 
-def _checked(archive: Path) -> Card:
-    """The card of a run's archive that is whole: as the run was sealed, or, where it was not, as the card says.
+def _checked_card(archive: Path) -> Card:
+    """Return the card of a run's complete archive. It must match the run's list, or without a list its own card.
 
     Raises:
-        CardError: it is not an archive, or not whole.
-        SealError: it is not the one that the run was sealed with.
+        CardError: it is not an archive, or damaged.
+        SealError: it is not the sealed one.
     """
     folder = archive.parents[1]
     if not sealed_files.is_sealed(folder):
@@ -163,12 +163,12 @@ def _checked(archive: Path) -> Card:
     return card
 
 
-def _wanted(store: Path, target: Target, artifacts: Sequence[str]) -> list[tuple[str, Path]]:
-    """The archives that a target means, with the names to serve them by."""
+def _archives_of(store: Path, target: Target, artifacts: Sequence[str]) -> list[tuple[str, Path]]:
+    """Return the archives of a target, with their served names."""
     folder = _run_folder(store, target.run) / layout.ARCHIVES
     present = {path.stem.removeprefix(f"{target.run}-"): path for path in sorted(folder.glob(f"{target.run}-*.mar"))}
     report = _report(store, target.run)
-    if report is not None:  # others were kept for a server that was serving them when the run was made again
+    if report is not None:  # others were kept for a running server when the run was made again
         present = {name: path for name, path in present.items() if name in report.archives}
     if not present:
         raise UserError(
@@ -198,7 +198,7 @@ def _wanted(store: Path, target: Target, artifacts: Sequence[str]) -> list[tuple
 
 
 def _first_recommended(store: Path, chosen: Mapping[str, Path]) -> str:
-    """The first model that its run recommends; else the first."""
+    """Return the first model that its run recommends, or else the first."""
     for name, path in chosen.items():
         model = ServedModel.of(name, path)
         report = _report(store, model.run)
@@ -207,22 +207,22 @@ def _first_recommended(store: Path, chosen: Mapping[str, Path]) -> str:
     return next(iter(chosen))
 
 
-def _spelled(archive: Path) -> str:
-    """An archive as a target."""
+def _shown(archive: Path) -> str:
+    """Return an archive as a target."""
     model = ServedModel.of("", archive)
     return f"{model.run}/{model.artifact}"
 
 
 def remove_left(store: Path, run: str) -> None:
-    """Remove archives that a run has no more and had kept for the server that was serving them.
+    """Remove archives that a run no longer has, and had kept for a running server.
 
-    The caller has seen that no server of the store is running. Where the run is just being made, nothing is removed:
-    it looks for itself.
+    The caller must have checked that no server of the store runs. If the run is just being made, nothing is removed: it
+    does this itself.
     """
     locks = store / layout.LOCKS
     try:
         report = _report(store, run)
-    except UserError:  # nobody can tell what is left
+    except UserError:  # what is left over is unknown then
         return
     if report is None or not locks.is_dir():
         return
@@ -239,10 +239,10 @@ def remove_left(store: Path, run: str) -> None:
 
 
 def artifact_folders(store: Path, run: str) -> list[Path]:
-    """The folders of a run's artifacts, by name.
+    """Return the folders of a run's artifacts, by name.
 
     Raises:
-        UserError: the run is not in the store, or has none.
+        UserError: the run is not in the store, or has no artifacts.
     """
     folder = _run_folder(store, run) / layout.ARTIFACTS
     found = sorted(path.parent for path in folder.glob(f"*/{CARD_FILE}"))
@@ -252,15 +252,15 @@ def artifact_folders(store: Path, run: str) -> list[Path]:
 
 
 def sample_image(store: Path, run: str) -> Path | None:
-    """The run's sample image, if the pipeline has written one."""
+    """Return the run's sample image, if the pipeline has written one."""
     return next(iter(sorted((store / run).glob("sample.*"))), None)
 
 
 def recommended(store: Path, run: str) -> str:
-    """The recommended artifact of a run, or its only one.
+    """Return the recommended artifact of a run, or its only one.
 
     Raises:
-        UserError: there is no such run, it has no artifacts, or it says of none of several that it is the recommended.
+        UserError: there is no such run, it has no artifacts, or it has several and recommends none.
     """
     present = [folder.name for folder in artifact_folders(store, run)]
     if (found := recommended_among(store, run, present)) is None:
@@ -269,7 +269,7 @@ def recommended(store: Path, run: str) -> str:
 
 
 def recommended_among(store: Path, run: str, names: Sequence[str]) -> str | None:
-    """That of some artifacts of a run which it recommends, or the only one; None where neither is so."""
+    """Return the recommended one of some artifacts of a run, or the only one. None if there is neither."""
     report = _report(store, run)
     if report is not None and report.recommended in names:
         return report.recommended
@@ -290,17 +290,17 @@ def _run_folder(store: Path, run: str) -> Path:
 
 @dataclass(frozen=True)
 class _Report:
-    """What serving reads of a run's report: its artifacts that have an archive, and the recommended one."""
+    """The parts of a run's report for serving: its artifacts with an archive, and the recommended one."""
 
     archives: frozenset[str]
     recommended: str
 
 
 def _report(store: Path, run: str) -> _Report | None:
-    """What serving reads of a run's report; None: it has none and was not sealed, and is served all the same.
+    """Return the parts of a run's report for serving. None: the run has no report and no list, and is served anyway.
 
     Raises:
-        UserError: it is damaged, or the run was not sealed.
+        UserError: the report is damaged, or the run is not sealed.
     """
     content = sealed_files.read(store / run, layout.REPORT_FILE)
     if content is None:

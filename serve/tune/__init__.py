@@ -1,5 +1,5 @@
-"""Finds by measurement how an artifact is best served on this machine.
+"""Finds the best serving settings of an artifact on this machine by measurement.
 
-In: an artifact, a bound on p99, an objective. Does: serves it in each way that could win, on a real server under load.
-Out: ``serving.json`` beside the card, and the curve that it was chosen from.
+Input: an artifact, a limit for p99, an objective. Work: serve it with all promising settings, on a real server under
+load. Output: ``serving.json`` beside the card, and the curve of the choice.
 """

@@ -1,4 +1,4 @@
-"""The curve that a way to serve was chosen from: p99 over the rate of arrivals."""
+"""Draws the curve behind a choice of settings: p99 over the arrival rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLOURS = {"chosen": "#1a7f4b", "as it was": "#9aa4b1"}
 
 
 def plot(found: Found, curves: Mapping[str, Sequence[Point]], goal: Goal, path: Path) -> None:
-    """Draw the curves as SVG, and every other point that was measured at a rate as a dot."""
+    """Draw the curves as SVG, and every other measured point with a rate as a dot."""
     import matplotlib as mpl
 
     mpl.use("Agg")

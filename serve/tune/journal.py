@@ -1,6 +1,6 @@
-"""What was measured, line by line on disk, so that a tuning that was killed goes on where it ended.
+"""The measurements of a tuning, line by line on disk, so that a killed tuning can continue.
 
-Each line holds its own hash: what was changed, and all behind it, is measured anew.
+Each line has its own hash. A changed line, and all after it, is measured again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from serve.tune.search import Point
 
 
 class Journal:
-    """Points by way, rate and effort, in the order they were measured.
+    """Points by settings, rate and effort, in the order of measurement.
 
     Args:
-        path: the file; made with the first point.
-        subject: what the points depend on beside the way: a file of another subject is begun anew.
+        path: the file, created with the first point.
+        subject: everything else that the points depend on. A file with another subject is started again.
     """
 
     def __init__(self, path: Path, subject: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ class Journal:
         self.resumed = self._read()
 
     def point(self, way: Serving, rate: float | None, effort: float, measure: Callable[[], Point]) -> Point:
-        """The next point of this kind: as it was measured before, else by ``measure``."""
+        """Return the next point of this kind: an earlier measurement, or else the result of ``measure``."""
         key = json.dumps([way.text, rate, effort])
         number = self._taken[key]
         self._taken[key] += 1
@@ -45,16 +45,16 @@ class Journal:
         with self.path.open("a", encoding="utf-8") as stream:
             if fresh:
                 stream.write(_line(self._subject))
-            # The point as text, for its p99 may be NaN, which no seal covers.
+            # The point is text, because its p99 may be NaN, which no seal covers.
             stream.write(_line({"key": key, "point": json.dumps(asdict(point))}))
         return point
 
     def remove(self) -> None:
-        """Remove the file: the tuning is done."""
+        """Remove the file after the tuning."""
         self.path.unlink(missing_ok=True)
 
     def _read(self) -> int:
-        """Take what the file has of this subject; how many points that is."""
+        """Read the points of this subject from the file. Return their number."""
         try:
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
@@ -63,7 +63,7 @@ class Journal:
         for line in lines:
             try:
                 whole.append(unsealed(line))
-            except ValueError:  # the last line of a process that was killed while it wrote, or one that was changed
+            except ValueError:  # the last line of a process that was killed while it wrote, or a changed one
                 break
         if not whole or whole[0] != self._subject:
             self.path.unlink()

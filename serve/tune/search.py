@@ -1,4 +1,4 @@
-"""Which way to serve holds the highest rate, or answers soonest: what is measured, and what is not worth measuring."""
+"""The search for the settings with the highest rate or the lowest latency. It skips useless measurements."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from serve.tune.space import Stage
 
 Objective = Literal["throughput", "latency"]
 
-#: The highest rate that is held is found to within this factor, and what is to win must be better by it.
+#: The highest rate is found to within this factor, and a winner must be better by it.
 STEP = 1.06
-#: What a short measurement of the saturation may be too low by.
+#: A short measurement of the saturation may be too low by this factor.
 _NOISE = 1.05
-#: Where nothing is held yet, a rate that is not held is followed by this part of it, down to `_LEAST` of saturation.
-_BACK = 0.5
+#: As long as no rate holds, the next one is this part of the last, down to `_LEAST` of the saturation.
+_RATE_STEP_DOWN = 0.5
 _LEAST = 0.05
-#: A rate that misses the p99 by more than this is not asked for a second time.
+#: A rate that misses the p99 by more than this factor is not tried a second time.
 _NEAR = 1.5
-#: Turns of the best way and the present one in the end, and how many the best must win: of two that are level, one in
-#: sixteen would (binomial), where the luckiest of a dozen short measurements nearly always looks better.
+#: Final turns of the best and the present settings, and how many the best must win. Of two equal ones, one in sixteen
+#: would (binomial). Without turns, the luckiest of a dozen short measurements nearly always looks better.
 _TURNS, _WON = 7, 6
-#: Measurements that these take at most, each on a server that was started for it: ways take turns.
+#: Most measurements for the turns. Each starts a server, because the settings take turns.
 MOST_ASKED = 2 * _TURNS
 
 
 @dataclass(frozen=True)
 class Point:
-    """What one measurement found.
+    """The result of one measurement.
 
     Attributes:
-        rate: stated arrivals a second; None: closed loop, at saturation.
-        seconds: that it lasted.
+        rate: nominal arrivals a second. None: closed loop, at saturation.
+        seconds: its duration.
         throughput: known answers a second.
         p50: ms.
-        p99: ms; NaN where nothing was answered.
+        p99: ms. NaN if nothing was answered.
         bad: wrong, failed and lost requests.
-        rejected: requests that were told to try again.
-        gave_up: whether it was ended because a request waited far too long.
-        memory_bytes: of the server's processes.
+        rejected: requests that the server refused because it was full.
+        gave_up: whether it ended because a request waited far too long.
+        memory_bytes: memory of the server's processes.
     """
 
     rate: float | None
@@ -56,33 +56,33 @@ class Point:
     memory_bytes: int
 
     def holds(self, p99_ms: float) -> bool:
-        """Whether all that was due at the rate was answered as known, with a p99 of at most ``p99_ms``.
+        """Whether all requests due at the rate got their known answer, with a p99 of at most ``p99_ms``.
 
-        Arrivals are random: in 4 s at 100 a second they are 400, give or take 20, so that the throughput says nothing.
+        Throughput is no criterion, because arrivals are random: in 4 s at 100 a second they are 400, plus or minus 20.
         """
         return self.rate is not None and self.answered_ms <= p99_ms
 
     @property
     def answered_ms(self) -> float:
-        """The p99 where all was answered as known, else infinite."""
+        """The p99 if all requests got their known answer, else infinite."""
         return math.inf if self.gave_up or self.bad or self.rejected or math.isnan(self.p99) else self.p99
 
 
 class Measure(Protocol):
-    """Serves in some way and measures: at a rate, or at saturation where it is None; longer by ``effort``."""
+    """Serves with some settings and measures at a rate. None: at saturation. ``effort`` multiplies the time."""
 
     def __call__(self, way: Serving, rate: float | None, effort: float) -> Point: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted.
+    """The goal of a search.
 
     Attributes:
-        objective: the highest rate that is held, or the lowest p99 at ``rate``.
-        p99_ms: most that the 99th percentile of the latency may be.
-        rate: arrivals a second for the latency; None: half of what the present way serves at saturation.
-        memory_bytes: most that the server's processes may hold; None: any.
+        objective: the highest rate that holds, or the lowest p99 at ``rate``.
+        p99_ms: highest allowed 99th percentile of the latency.
+        rate: arrivals a second for the latency. None: half of the present settings' throughput at saturation.
+        memory_bytes: most memory of the server's processes. None: any.
     """
 
     objective: Objective = "throughput"
@@ -93,7 +93,7 @@ class Goal:
 
 @dataclass
 class Trial:
-    """One way to serve: what was measured of it, and what became of it."""
+    """Some serving settings, with their measurements and the outcome."""
 
     way: Serving
     stage: str
@@ -101,11 +101,11 @@ class Trial:
     outcome: str = ""
 
     def best(self, goal: Goal) -> Point | None:
-        """Its best point: the highest rate that it held, or the lowest p99 that it had; None: none is good enough."""
+        """Return the best point: the highest rate that held, or the lowest p99. None: none is good enough."""
         good = [point for point in self.points if point.holds(goal.p99_ms) and self.fits(goal)]
         if goal.objective == "throughput":
             return max(good, key=lambda point: (point.rate or 0, -point.p99), default=None)
-        # What was asked for longer is known better, also that it does not hold.
+        # Only the longest measurements, because they are the most reliable, also on a failure.
         longest = max((point.seconds for point in self.points if point.rate is not None), default=0.0)
         return min((point for point in good if point.seconds == longest), key=lambda point: point.p99, default=None)
 
@@ -117,27 +117,27 @@ class Trial:
 
 @dataclass(frozen=True)
 class Turn:
-    """The best way and the present one, asked one after the other at the same rate."""
+    """The best and the present settings, measured one after the other at the same rate."""
 
     best: Point
     usual: Point
 
     @property
     def won(self) -> bool:
-        """Whether the best way answered sooner, at the 99th percentile."""
+        """Whether the best settings had the lower p99."""
         return self.best.answered_ms < self.usual.answered_ms
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found.
+    """The result of a search.
 
     Attributes:
-        chosen: the trial of the way that was chosen.
-        usual: that of the present way.
-        trials: all, in the order they were made.
-        rate: arrivals a second of the latency objective.
-        turns: of the best way and the present one, where these were asked again; see `confirmed`.
+        chosen: trial of the chosen settings.
+        usual: trial of the present settings.
+        trials: all trials in order.
+        rate: arrivals a second for the latency objective.
+        turns: the repeated comparisons of best and present settings; see `confirmed`.
     """
 
     chosen: Trial
@@ -148,12 +148,12 @@ class Found:
 
 
 class Search:
-    """A search over stages; each way is measured only for as long as it could still win.
+    """A search over stages. Each trial is measured only as long as it could still win.
 
     Args:
-        measure: really measures, or takes what was measured before.
-        goal: what is wanted.
-        on_trial: called after each way with its trial and the number of ways that are left at most.
+        measure: measures, or returns earlier measurements.
+        goal: the goal.
+        on_trial: called after each trial, with the most trials that may follow.
     """
 
     def __init__(
@@ -165,10 +165,10 @@ class Search:
         self._rate = goal.rate
 
     def run(self, usual: Serving, stages: Sequence[Stage]) -> Found:
-        """Measure ``usual``, then each stage's variants of the best way so far.
+        """Measure ``usual``, then each stage's variants of the best settings so far.
 
         Raises:
-            PipelineError: no way holds the p99, or none within the memory.
+            PipelineError: no settings hold the p99, or none fit into the memory.
         """
         first = self._try(usual, "as it is", sum(len(stage.variants(usual)) for stage in stages))
         for number, stage in enumerate(stages):
@@ -177,18 +177,18 @@ class Search:
             known = [trial.way for trial in self._trials]
             fresh = [way for way in stage.variants(base) if way not in known]
             if self._goal.objective == "latency":
-                self._halve(fresh, stage.name, after)
+                self._successive_halving(fresh, stage.name, after)
                 continue
             for index, way in enumerate(fresh):
                 self._try(way, stage.name, len(fresh) - index - 1 + after)
         if self._best is None:
-            raise PipelineError(self._why_none())
+            raise PipelineError(self._failure_text())
         return Found(self._best, first, tuple(self._trials), self._rate)
 
     def asks(self, left: int) -> int:
-        """How many measurements `confirmed` will take at most, as far as is known where ``left`` ways are left."""
+        """Return the most measurements that `confirmed` will need, as far as known with ``left`` trials left."""
         usual = self._trials[0]
-        # Which one answers soonest is decided after the last way of a stage was told.
+        # The lowest latency is decided only after the last trial of a stage was reported.
         decided = left == 0 and self._goal.objective == "throughput"
         return 0 if usual.best(self._goal) is None or (decided and self._best is usual) else MOST_ASKED
 
@@ -205,13 +205,13 @@ class Search:
             elif first.bad or not first.throughput:
                 trial.outcome = f"{first.bad} requests went wrong"
             elif latency:
-                self._once(trial, effort, None if first.rate is None else first)
+                self._measure_latency(trial, effort, None if first.rate is None else first)
             else:
-                self._climb(trial, first)
+                self._find_highest_rate(trial, first)
         except PipelineError as error:
-            if len(self._trials) == 1:  # nor would any other
+            if len(self._trials) == 1:  # no other would work either
                 raise
-            # So many processes may not find room, or an engine not start with so many threads: that is what was found.
+            # So many processes may not fit, or an engine may not start with so many threads. That is a result.
             trial.points.clear()
             trial.outcome = f"does not work: {message_of(error)}"
         self._on_trial(trial, left)
@@ -224,8 +224,8 @@ class Search:
 
     # The highest rate.
 
-    def _climb(self, trial: Trial, saturated: Point) -> None:
-        """Find the highest rate that is held; end where the best way so far cannot be beaten any more."""
+    def _find_highest_rate(self, trial: Trial, saturated: Point) -> None:
+        """Find the highest rate that holds. Stop once the best trial so far cannot be beaten."""
         to_beat = self._held(self._best)
         if saturated.throughput * _NOISE <= to_beat:
             trial.outcome = f"cannot win: {saturated.throughput:.0f}/s at saturation"
@@ -236,12 +236,12 @@ class Search:
             if to_beat:
                 trial.outcome = f"does not hold {rate:.0f}/s"
                 return
-            ceiling, rate = rate, rate * _BACK
+            ceiling, rate = rate, rate * _RATE_STEP_DOWN
             while not self._holds(trial, rate):
                 if rate < saturated.throughput * _LEAST:
                     trial.outcome = f"does not hold the p99 even at {rate:.0f}/s"
                     return
-                ceiling, rate = rate, rate * _BACK
+                ceiling, rate = rate, rate * _RATE_STEP_DOWN
         while ceiling / rate > STEP:
             between = math.sqrt(rate * ceiling)
             if self._holds(trial, between):
@@ -255,7 +255,7 @@ class Search:
         self._best = trial
 
     def _holds(self, trial: Trial, rate: float) -> bool:
-        """Whether a rate is held; at the second attempt if the first missed it by little: neighbours disturb."""
+        """Whether a rate holds. A near miss gets a second attempt, because other load may have disturbed it."""
         first = self._point(trial, rate)
         if first.holds(self._goal.p99_ms):
             return True
@@ -268,14 +268,14 @@ class Search:
 
     # The lowest latency.
 
-    def _once(self, trial: Trial, effort: float, point: Point | None = None) -> None:
+    def _measure_latency(self, trial: Trial, effort: float, point: Point | None = None) -> None:
         point = point or self._point(trial, self._rate, effort)
         trial.outcome = f"p99 {point.p99:.2f} ms at {self._rate:.0f}/s"
         if self._best is None and trial.best(self._goal) is not None:
             self._best = trial
 
-    def _halve(self, ways: Sequence[Serving], stage: str, after: int) -> None:
-        """Successive halving: all for a short time, the better half for twice that, and so on; with the best so far."""
+    def _successive_halving(self, ways: Sequence[Serving], stage: str, after: int) -> None:
+        """Successive halving: all for a short time, the better half for twice that, and so on, with the best so far."""
         trials = [self._try(way, stage, len(ways) - index - 1 + after) for index, way in enumerate(ways)]
         racing = [trial for trial in trials if trial.best(self._goal) is not None]
         if self._best is not None and self._best not in racing:
@@ -288,7 +288,7 @@ class Search:
                 trial.outcome += "; others are quicker"
             racing = racing[: len(racing) // 2]
             for trial in racing if len(racing) > 1 else ():
-                self._once(trial, effort)
+                self._measure_latency(trial, effort)
         if racing:
             self._best = racing[0]
 
@@ -296,7 +296,7 @@ class Search:
         point = trial.best(self._goal)
         return point.p99 if point is not None else math.inf
 
-    def _why_none(self) -> str:
+    def _failure_text(self) -> str:
         goal = self._goal
         if not any(trial.fits(goal) for trial in self._trials):
             least = min(max(point.memory_bytes for point in trial.points) for trial in self._trials if trial.points)
@@ -309,9 +309,9 @@ class Search:
 
 
 def confirmed(found: Found, goal: Goal, measure: Measure, say: Callable[[str], None] = lambda line: None) -> Found:
-    """What was found, if it is better than the present way when both are asked again in turns; else the present way.
+    """Compare the best and the present settings again in turns. Return the better ones.
 
-    Where the present way does not hold the p99, what was found stays.
+    If the present settings do not hold the p99, the result stays.
     """
     best, usual = found.chosen, found.usual
     point = best.best(goal)

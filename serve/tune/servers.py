@@ -1,4 +1,4 @@
-"""Real servers of one archive for as long as they are measured: our own and TorchServe, in a scratch store."""
+"""Real servers of one archive for measurements: the own server and TorchServe, in a scratch store."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _READY_S = 180.0
 
 @dataclass(frozen=True)
 class Live:
-    """A running server: where each model is asked, by name, and its processes.
+    """A running server: the target of each model, and the server's processes.
 
     Attributes:
-        targets: by the model's name.
-        pid: of its first process; the others are that one's descendants.
-        log: what it writes.
+        targets: targets by model name.
+        pid: PID of its first process. The others are its descendants.
+        log: its output.
     """
 
     targets: Mapping[str, Target]
@@ -52,16 +52,16 @@ class Live:
 
     @property
     def target(self) -> Target:
-        """Of its only model."""
+        """The target of its only model."""
         (target,) = self.targets.values()
         return target
 
     def processes(self) -> list[psutil.Process]:
-        """Its processes now."""
+        """Return its current processes."""
         return process_tree(self.pid)
 
     def cpu_s(self) -> float:
-        """Seconds of CPU that its processes have taken together."""
+        """Return the seconds of CPU time of its processes together."""
         total = 0.0
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -70,11 +70,11 @@ class Live:
         return total
 
     def memory_bytes(self) -> int:
-        """What its processes hold in memory together (resident set size)."""
+        """Return the memory of its processes together (resident set size)."""
         return sum(self.memory_by_program().values())
 
     def memory_by_program(self) -> dict[str, int]:
-        """The same by program: ``java`` is TorchServe's frontend, ``python`` its workers, or our own server."""
+        """Return the memory by program: ``java`` is TorchServe's frontend, ``python`` its workers or the own server."""
         found: dict[str, int] = {}
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -84,7 +84,7 @@ class Live:
 
 
 def pack(artifact: Path, serving: Serving, scratch: Path, model: str) -> Path:
-    """An archive of an artifact that is served so, in ``scratch``; the artifact's folder is left as it is."""
+    """Pack an artifact with these settings into ``scratch``. The artifact's folder stays unchanged."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         for file in artifact.iterdir():
             if file.is_file() and file.name != SERVING_FILE:
@@ -94,7 +94,7 @@ def pack(artifact: Path, serving: Serving, scratch: Path, model: str) -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Return ports on which nobody listens now."""
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in opened:
@@ -113,19 +113,19 @@ def serving(
     gpus: int | None = 0,
     processes: int | None = None,
 ) -> Iterator[Live]:
-    """Serve archives by model name from ``scratch`` until the block ends; yields when all of them answer.
+    """Serve archives by model name from ``scratch`` until the block ends. Yield when all of them answer.
 
     Args:
         kind: which server.
         archives: the ``.mar`` files by model name.
         scratch: a private folder for state and logs.
-        queue: requests of a model that may wait; None: as the server has it.
-        on_start: called with the id of its first process as soon as that is known, perhaps twice.
-        gpus: most GPUs that TorchServe gives to workers; None: all. Our own server takes one where there is one.
-        processes: of our own server; None: as the archives say.
+        queue: most waiting requests of a model. None: the server's default.
+        on_start: called with the PID of its first process as soon as it is known, perhaps twice.
+        gpus: most GPUs for TorchServe's workers. None: all. The own server uses one if there is one.
+        processes: number of the own server's processes. None: as in the archives.
 
     Raises:
-        PipelineError: the server does not come up; the message has its last line.
+        PipelineError: the server does not start. The message has its last line.
     """
     own = kind == "own"
     with (
@@ -139,7 +139,7 @@ def serving(
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Take SIGTERM as a reason to leave the block in order, so that servers that were started in it are stopped."""
+    """Leave the block in order on SIGTERM, so that its servers are stopped."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -152,12 +152,12 @@ def ended_in_order() -> Iterator[None]:
 
 
 def remember(pid: int, path: Path) -> None:
-    """Write down which process a server is, for `end_left`."""
+    """Record the PID of a server for `end_left`."""
     path.write_text(json.dumps([pid, psutil.Process(pid).create_time()]), encoding="utf-8")
 
 
 def end_left(path: Path) -> bool:
-    """End the server that was remembered there, if its starter was killed and it still runs; whether it did."""
+    """End a recorded server if its parent was killed and it still runs. Return whether it did."""
     try:
         pid, created = json.loads(path.read_text(encoding="utf-8"))
         process = psutil.Process(pid)
@@ -198,7 +198,7 @@ def _own(
         with httpx.Client(timeout=5, trust_env=False) as client:
             url = f"http://{HOST}:{port}/health/ready"
 
-            def ready() -> bool:  # all of its processes, and not only the one that answers
+            def ready() -> bool:  # all of its processes, not only the one that answers
                 return client.get(url).is_success and b"\nready: " in log.read_bytes()
 
             wait_until_ready(process, ready, log, within_s=_READY_S)
@@ -206,7 +206,7 @@ def _own(
         yield Live(targets, process.pid, log)
     finally:
         members = process_tree(process.pid)
-        end(members[-1:], patience_s=40)  # which ends the others in order
+        end(members[-1:], patience_s=40)  # it ends the others in order
         end(members, patience_s=0, ask=False)
         process.wait()
 

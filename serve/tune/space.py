@@ -1,4 +1,4 @@
-"""The ways to serve an artifact that are tried: one setting after the other, each from the best of those before."""
+"""The serving settings to try: one setting after the other, each from the best of those before."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from serve.tune.servers import ServerKind
 
 @dataclass(frozen=True)
 class Stage:
-    """One setting: its name, and what it may be where the others are as given."""
+    """One setting: its name, and its possible values for given other settings."""
 
     name: str
     variants: Callable[[Serving], Sequence[Serving]]
 
 
 def share(kind: ServerKind, serving: Serving, most_cores: int) -> int:
-    """Cores that each worker has: of our own server's an equal part of them, of TorchServe's all."""
+    """Return the cores of each worker: an equal part for the own server's, all for TorchServe's."""
     return max(1, most_cores // serving.workers) if kind == "own" else most_cores
 
 
 def runs_here(serving: Serving) -> Execution:
-    """The execution that runs on this machine: the first whose engine works here; where none does, the first."""
+    """Return the execution for this machine: the first whose engine works here, or else the first."""
     found = (entry for entry in serving.executions if unavailable(entry.engine, entry.device_type) is None)
     return next(found, serving.executions[0])
 
 
 def certain(way: Serving) -> Serving:
-    """A way that is served as it is told or not at all: nothing takes the place of an engine or a decoder that fails.
+    """Return settings without a fallback for a failing engine or decoder.
 
-    Where the machine has not even what it names first, it stays as it is: something else is meant to be served by.
+    If the first execution does not even run here, the settings stay unchanged: another one is meant to serve.
     """
     first = way.executions[0]
     try:
@@ -52,18 +52,18 @@ def certain(way: Serving) -> Serving:
 
 
 def stages(kind: ServerKind, usual: Serving, most_cores: int | None = None) -> tuple[Stage, ...]:
-    """What is tried, in order: what decides most comes first.
+    """Return the stages in order: the most important first.
 
     Args:
         kind: which server.
-        usual: how the artifact is served now; those of its executions are tried whose engines work here.
-        most_cores: None: those of this process.
+        usual: the artifact's present settings. Those of its executions are tried whose engines work here.
+        most_cores: number of cores. None: this process's.
     """
     limit = most_cores or cores()
     counts = sorted({*(1 << power for power in range(limit.bit_length()) if 1 << power <= limit), limit})
 
     def all_of(count: int) -> int | None:
-        return None if count == limit else count  # as it is said elsewhere: one for each core
+        return None if count == limit else count  # None, as elsewhere: one for each core
 
     def engines(base: Serving) -> list[Serving]:
         tried = []
@@ -85,13 +85,13 @@ def stages(kind: ServerKind, usual: Serving, most_cores: int | None = None) -> t
         for count in counts:
             way = dataclasses.replace(base, workers=count)
             if first.threads is not None and first.threads > (most := max(1, limit // count)):
-                # As many as were best of one that has all cores: more than each of several has.
+                # The best number for one worker with all cores is more than each of several has.
                 way = dataclasses.replace(way, executions=(dataclasses.replace(first, threads=most), *others))
             tried.append(way)
         return tried
 
     def decode_threads(base: Serving) -> list[Serving]:
-        usually = decoders_for(share(kind, base, limit))  # what None is
+        usually = decoders_for(share(kind, base, limit))  # the meaning of None
         return [
             dataclasses.replace(base, decode_threads=None if count == usually else count)
             for count in sorted({*counts, usually})
@@ -107,9 +107,9 @@ def stages(kind: ServerKind, usual: Serving, most_cores: int | None = None) -> t
 
 
 def describe(serving: Serving, kind: ServerKind = "own") -> str:
-    """A way to serve by a server, in one line: what runs here, and of several workers the threads of each."""
+    """Describe the settings of a server in one line: the execution here, and the threads of each worker."""
     execution = runs_here(serving)
-    if kind == "own":  # which has no more than a core for each
+    if kind == "own":  # it has at most one process for each core
         serving = dataclasses.replace(serving, workers=min(serving.workers, cores()))
     each = share(kind, serving, cores())
     words = [

@@ -1,4 +1,4 @@
-"""Tunes an artifact: its server, started as each way to serve says, under load; then ``serving.json`` and the curve."""
+"""Tunes an artifact: measures its server with different settings, then writes ``serving.json`` and the curve."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ TUNING_FILE = "tuning.json"
 CURVE_FILE = "tuning.svg"
 
 _MODEL = "tuned"
-_CLIENTS = 16  # of the closed loop that finds the saturation, for each process that they are dealt out to
+_CLIENTS = 16  # clients of the closed loop at saturation, for each process that shares them
 _MOST_CONNECTIONS = 256
-#: Shares of the rate that is held at which the curve is drawn.
+#: Shares of the highest rate at which the curve is drawn.
 _CURVE = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1)
 _CURVE_EFFORT = 2.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the tuning itself goes.
+    """Settings of the tuning itself.
 
     Attributes:
         server: which server is measured.
-        seconds: of one measurement at effort 1.
-        arrivals: requests that are due in one at a stated rate; it lasts longer where they are not by then. The p99 of
-            forty is the latest of them: a single one that the machine held up would decide.
-        warm_s: seconds of load before each that are not counted.
-        photos: a folder of the images that are sent; None: they are made.
-        images: how many at most.
-        curve: whether the curve is measured afterwards, of the chosen way and the present one in turns.
+        seconds: duration of one measurement at effort 1.
+        arrivals: least requests in a measurement at a rate, which takes longer if necessary. The p99 of forty is the
+            slowest of them, so a single disturbance of the machine would decide.
+        warm_s: uncounted seconds of load before each.
+        photos: a folder of images to send. None: synthetic ones.
+        images: most images.
+        curve: whether the curve is measured afterwards, of the chosen and the present settings in turns.
     """
 
     server: ServerKind = "own"
@@ -67,13 +67,13 @@ class Settings:
 
 
 class Servers:
-    """The server under load: one at a time, the one of the way that is measured, kept while that is asked again.
+    """The measured server. One runs at a time, and it is reused for further measurements of the same settings.
 
     Args:
         artifact: the artifact's folder.
-        workload: the folder of what is sent.
+        workload: the folder of the workload.
         settings: how it is measured.
-        goal: beyond ten times whose p99 a measurement is given up.
+        goal: a measurement is given up beyond ten times its p99.
         scratch: a folder for archives, state and logs.
     """
 
@@ -84,7 +84,7 @@ class Servers:
         self._stack = contextlib.ExitStack()
 
     def measure(self, way: Serving, rate: float | None, effort: float) -> Point:
-        """Serve so and measure at a rate, or at saturation."""
+        """Serve with these settings and measure at a rate, or at saturation."""
         live = self._live(way)
         clients = self._clients(way)
         plan = Plan(
@@ -110,11 +110,11 @@ class Servers:
         )
 
     def _clients(self, way: Serving) -> int:
-        """Connections at saturation: those to our own server are dealt out to its processes by chance."""
+        """Return the connections at saturation. The own server's processes share them by chance."""
         return _CLIENTS * way.workers if self._settings.server == "own" else _CLIENTS
 
     def _seconds(self, rate: float | None) -> float:
-        """Of a measurement at effort 1."""
+        """Return the seconds of a measurement at effort 1."""
         shortest = self._settings.seconds
         return shortest if rate is None else max(shortest, self._settings.arrivals / rate)
 
@@ -138,7 +138,7 @@ class Servers:
                 gpus=None,
             )
         )
-        # The first second of a fresh server is not its best; saturation warms threads, caches and batches.
+        # A fresh server is slow in its first second. Saturation warms threads, caches and batches.
         measure(Plan(live.target, self._clients(way), seconds=1.0, warm_s=0.0), self._workload)
         self._open = way, live
         return live
@@ -151,21 +151,21 @@ def tune(
     say: Callable[[str], None] = lambda line: None,
     tried: Sequence[Stage] | None = None,
 ) -> Found:
-    """Find how an artifact is best served here, and write that beside its card.
+    """Find the best serving settings of an artifact here, and write them beside its card.
 
     Args:
-        artifact: the artifact's folder. It gets ``serving.json``, ``tuning.json`` and ``tuning.svg``; while it lasts,
-            ``tuning.journal``, by which a tuning that was killed goes on. Archives are left as they are.
-        goal: what is wanted.
+        artifact: the artifact's folder. It gets ``serving.json``, ``tuning.json`` and ``tuning.svg``. During the tuning
+            it has ``tuning.journal``, from which a killed tuning continues. Archives stay unchanged.
+        goal: the goal.
         settings: how it is measured.
-        say: told what was found, and the time left.
-        tried: what is tried; None: every setting (see `space.stages`).
+        say: receives results and the time left, as lines.
+        tried: the stages to try. None: every setting (see `space.stages`).
 
     Returns:
-        What was chosen, and all that was measured.
+        The choice, and all measurements.
 
     Raises:
-        PipelineError: no way to serve holds the p99, or a server does not come up.
+        PipelineError: no settings hold the p99, or a server does not start.
     """
     card = load_card(artifact)
     usual = serving_of(artifact, card)
@@ -222,15 +222,15 @@ def _prepared(
 
 
 def _curve_s(settings: Settings) -> float:
-    """About how long the curve of two ways takes."""
+    """Return about how many seconds the curve of two settings takes."""
     return 2 * len(_CURVE) * (settings.seconds * _CURVE_EFFORT + settings.warm_s) if settings.curve else 0.0
 
 
 class _Clock:
-    """Says what became of each way, and about how long the rest takes.
+    """Reports the outcome of each trial, and about how long the rest takes.
 
-    That is the mean so far for each way that is left; for each measurement of the best way and the present one in turns
-    what the first one of a way took, for which a server was started, too; and the curve.
+    The estimate is the mean so far for each trial that is left. For each measurement of the final turns it is the time
+    of a trial's first measurement, which includes a server's start. The curve is added.
     """
 
     def __init__(self, say: Callable[[str], None], kind: ServerKind, curve_s: float) -> None:
@@ -242,7 +242,7 @@ class _Clock:
         self._first: list[float] = []
 
     def timed(self, work: Callable[[], Point]) -> Point:
-        """Do some work on the clock."""
+        """Time some work."""
         begun = time.monotonic()
         try:
             return work()
@@ -254,17 +254,17 @@ class _Clock:
             self._measured = True
 
     def tell(self, trial: Trial, left: int, asked: int) -> None:
-        """Say what became of a way to serve; ``left`` ways and ``asked`` measurements in turns may follow."""
+        """Report the outcome of a trial. ``left`` trials and ``asked`` measurements in turns may follow."""
         self._trials += self._measured
         self._measured = False
         self._say(f"{describe(trial.way, self._kind)}: {trial.outcome}{self._rest(left, asked)}")
 
     def ask(self, line: str) -> None:
-        """Say that the turns begin."""
+        """Report that the turns begin."""
         self._say(f"{line}{self._rest(0, MOST_ASKED)}")
 
     def _rest(self, left: int, asked: int) -> str:
-        if not self._trials:  # all was measured before
+        if not self._trials:  # everything was measured before
             return ""
         seconds = left * self._spent / self._trials + asked * statistics.mean(self._first) + self._curve_s
         return f"; about {seconds:.0f} s left" if seconds else ""
@@ -273,7 +273,7 @@ class _Clock:
 def _curves(
     found: Found, goal: Goal, point: Callable[[Serving, float | None, float], Point], say: Callable[[str], None]
 ) -> dict[str, list[Point]]:
-    """p99 over rate of the chosen way and of the present one; twice the time for each point."""
+    """Measure p99 over the rate for the chosen and the present settings, with twice the time for each point."""
     best = found.chosen.best(goal)
     assert best is not None
     assert best.rate is not None
@@ -311,7 +311,7 @@ def _write(artifact: Path, found: Found, goal: Goal, subject: dict[str, Any], cu
         "curves": {name: [_finite(asdict(point)) for point in points] for name, points in curves.items()},
     }
     plot(found, curves, goal, artifact / f".{CURVE_FILE}")
-    # Each in one step, and never into a file that is linked elsewhere too.
+    # Each in one step, and never into a file that has further links.
     (artifact / f".{CURVE_FILE}").replace(artifact / CURVE_FILE)
     for name, text in ((TUNING_FILE, json.dumps(body, indent=2) + "\n"), (SERVING_FILE, found.chosen.way.text)):
         written = artifact / f".{name}"
