@@ -1,1 +1,1 @@
-"""Serving: the runtime inside every archive, the archives, and the TorchServe around them."""
+"""Serving: the runtime inside every archive, the archives, the own server, and the TorchServe around them."""

@@ -40,13 +40,13 @@ GUIDES = ("docs/get-started.md", "docs/guides/*.md")
 #: for the Python files directly in it.
 PACKAGES = ("serve", "optimize")
 HELD_FOLDERS = (
+    *("serve", "serve/asgi", "serve/runtime"),
     *(f"serve/asgi/{folder}" for folder in ("http", "process", "protocols")),
-    "serve/runtime",
-    *(f"serve/{room}" for room in ("archive", "common", "export", "packing", "runs", "torchserve")),
     *(
         f"serve/runtime/{folder}"
         for folder in ("card", "decoders", "device", "engines", "images", "model_files", "service")
     ),
+    *(f"serve/{room}" for room in ("archive", "common", "export", "load", "packing", "runs", "torchserve", "tune")),
 )
 
 _LIST_ITEM = re.compile(r"(?:[-*+]|\d+[.)])\s+")

@@ -1,4 +1,4 @@
-"""The words of ``python -m serve``: a file for each group of commands, a line here for each command. No logic."""
+"""The command line ``python -m serve``: a file for each group of commands, a line here for each command. No logic."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ app = typer.Typer(
     "A run is what `python -m optimize run MODEL` leaves in the store. Both servers listen on loopback and ask for a "
     "token; TorchServe's keys, configuration and logs are in STORE/.server.",
     no_args_is_help=True,
-    rich_markup_mode=None,  # plain lines: half as many as in its boxes, and nothing is cut off
+    rich_markup_mode=None,  # plain lines: half as many as in Typer's boxes, and nothing is cut off
     context_settings={"max_content_width": 100},
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-#: In the order of the help, under the title of each group.
+#: The commands in the order of the help, by the title of their group.
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Archives": (package, sign, verify, audit, export),
     "TorchServe": (start, status, stop, add, replace, remove, renew_keys),

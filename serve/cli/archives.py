@@ -1,4 +1,4 @@
-"""Commands about archives: ``package`` and ``audit``."""
+"""Commands for archives: ``package`` and ``audit``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that writes what other engines and clusters need: ``export``."""
+"""The command ``export``, which writes files for other engines and clusters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command about the keys of a store's server: ``renew-keys``."""
+"""The command ``renew-keys``, for the keys of a store's server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command of our own server: ``run``."""
+"""The command ``run``, which starts the own server."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def run(
             drain_delay_s=drain_delay,
             drain_s=drain_timeout,
         )
-        if tokens is not None and token_file is None and make_token_file(tokens):  # nothing is made of a mistake
+        if tokens is not None and token_file is None and make_token_file(tokens):  # after all checks
             typer.echo(f"made a token in {tokens}", err=True)
         if count > 1:
             status = run_group(count, settings, plan.read, _tell)
@@ -187,26 +187,26 @@ def run(
 
 
 def _tell(line: str) -> None:
-    """Print a line for a person. Where nobody reads it any more, or the disk is full, the server goes on without."""
+    """Print a line for a person. The server continues if nobody reads it or the disk is full."""
     try:
         typer.echo(line)
     except OSError:
-        # What could not be written stays in the buffer: Python would try again when it ends, and exit with 120.
+        # The unwritten line stays in the buffer. At exit Python would try again, and end with status 120.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
 
 
 def _has_driver() -> bool:
-    """Whether there may be a GPU. torch would know, but takes a second and more, which who starts others saves."""
+    """Whether there may be a GPU. torch knows for sure, but its import takes more than a second in a parent process."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1")
         return True
-    return Path("/dev/kfd").exists()  # what torch for ROCm calls CUDA
+    return Path("/dev/kfd").exists()  # torch for ROCm calls this CUDA
 
 
 def _gpu(device: str, index: int) -> int | None:
-    """The GPU to use: none where there is none, unless it is asked for."""
+    """Return the index of the GPU to use. None if there is none, unless the user wants one."""
     if device == "cpu" or (device == "auto" and not _has_driver()):
         return None
     import torch

@@ -1,4 +1,4 @@
-"""Commands that ask a running server: ``predict``."""
+"""The command ``predict``, which sends an image to a running server."""
 
 from __future__ import annotations
 

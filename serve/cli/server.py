@@ -1,4 +1,4 @@
-"""Commands about the TorchServe of a store: ``start``, ``add``, ``replace``, ``remove``, ``status``, ``stop``."""
+"""Commands for the TorchServe of a store: ``start``, ``add``, ``replace``, ``remove``, ``status``, ``stop``."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def start(
         limits = Limits(queue, body_mb, held_mb, receive_s, drain_s, access_log, connections)
         host = check_host(host, expose=expose)
         selection = _selected(store, targets, artifact, data, device, strict=strict_start)
-        if server.running(store) is None:  # one before it may not have stopped in order
+        if server.running(store) is None:  # the last server may not have stopped in order
             for run in dict.fromkeys(path.parents[1].name for path in selection.archives.values()):
                 stored_runs.remove_left(store, run)
         typer.echo(f"starting TorchServe with {len(selection.archives)} model(s) …")
@@ -301,7 +301,7 @@ def stop(
 def _selected(
     store: Path, words: Sequence[str], artifacts: Sequence[str] | None, data: str | None, device: str, *, strict: bool
 ) -> Selection:
-    """What the words mean; what cannot be served here is said."""
+    """Return the selected models, and print those that cannot be served here."""
     from serve.runs import stored_runs
 
     choice = checked_device(device)
@@ -313,7 +313,7 @@ def _selected(
 
 
 def _tell_unchecked(running: RunningServer, names: Collection[str]) -> None:
-    """Name those of the models that were called ready without having been asked for a known answer."""
+    """Print the models that are ready without a checked known answer."""
     for model in running.served:
         if model.name in names and model.unchecked:
             typer.echo(f"not asked for a known answer: {model.name} ({model.unchecked})")
@@ -325,9 +325,9 @@ def _beside(bar: ProgressBar, line: str) -> None:
 
 
 def _curl(store: Path, running: RunningServer) -> str:
-    """A line that works as pasted, in whatever folder.
+    """Return a curl command that works in any folder.
 
-    ``-T`` and not ``--data-binary``: that one says it is a web form, which TorchServe takes apart.
+    It has ``-T``, because ``--data-binary`` declares a web form, which TorchServe parses.
     """
     from serve.runs.stored_runs import sample_image
     from serve.torchserve.client import HEADER_FILE

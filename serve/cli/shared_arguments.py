@@ -1,4 +1,4 @@
-"""What several commands share: the arguments that they have in common, and the server that they speak to."""
+"""Arguments and helpers that several commands share."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ ForeignCode = Annotated[
 
 RequireKnown = Annotated[bool, typer.Option("--require-known", help="Refuse archives without a known answer.")]
 
-#: Gives a command the options of how archives are served, as its parameter ``options``.
+#: Decorator: gives a command the serving options, as its parameter ``options``.
 serving_options = with_options(
     ServingOptions, "options", panel="How models are served, where that is not as their archives say"
 )
 
 
 def checked_device(device: str) -> DeviceChoice:
-    """The value of ``--device``.
+    """Return the value of ``--device``.
 
     Raises:
-        UserError: it is none.
+        UserError: the value is unknown.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device must be auto, cpu or cuda, got {device!r}")
@@ -67,7 +67,7 @@ def checked_device(device: str) -> DeviceChoice:
 
 
 def the_running(store: Path) -> RunningServer:
-    """The server of a store.
+    """Return the server of a store.
 
     Raises:
         PipelineError: none is running.

@@ -1,4 +1,4 @@
-"""Commands about who vouches for an archive: ``sign``, ``verify``."""
+"""Commands for signatures of archives: ``sign``, ``verify``."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def verify(
 
 
 def password_in(file: Path | None) -> str | None:
-    """The first line of a file; None without one.
+    """Return the first line of a file. None without a file.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     if file is None:
         return None

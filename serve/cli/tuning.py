@@ -1,4 +1,4 @@
-"""The command that measures how an artifact is best served: ``tune``."""
+"""The command ``tune``, which measures how an artifact is best served."""
 
 from __future__ import annotations
 
