@@ -1,4 +1,4 @@
-"""What is rewritten right before observers are inserted into a traced network, and which of them go, in their order."""
+"""The rewrites right before and right after observers are inserted into a traced network, in their order."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _AO: Final = "2.11 to 2.14"
 
 @dataclass(frozen=True)
 class Preparing:
-    """What a network is prepared by.
+    """The data that rewrites get while a network is prepared.
 
     Attributes:
-        example: ``float32 (N, C, H, W)``.
-        target: whose integers it gets.
-        training: whether it is prepared for training.
+        example: an input, ``float32 (N, C, H, W)``.
+        target: the target of the integers.
+        training: whether the network is prepared for training.
         mapping: which layers are quantized, and how.
-        unbound: layers whose ReLU6 stays.
-        bounds: what `bounded-relus` has found, for `observer-bounds`: the bound behind each layer.
-        lost: what that has found: layers whose bound the observer cannot keep, so that their ReLU6 must stay.
+        unbound: layers that keep their ReLU6.
+        bounds: the bound behind each layer. `bounded-relus` finds them for `observer-bounds`.
+        lost: layers whose bound the observer cannot keep, so that their ReLU6 must stay. `observer-bounds` finds them.
     """
 
     example: torch.Tensor
@@ -57,18 +57,18 @@ def _packed(given: Preparing) -> bool:
 
 _DROPOUTS: Final = Rewrite[fx.GraphModule, Preparing](
     "dropouts",
-    "Takes dropouts away.",
+    "Removes dropouts.",
     by_graph_alone(drop_dropouts),
     when=lambda given: not given.training,
-    faults=(Fault("torch.ao", _AO, "one that reads no integers gets the range of the nearest that are"),),
+    faults=(Fault("torch.ao", _AO, "a dropout that reads no integers gets the range of the nearest node that does"),),
 )
 _LAST_POOL: Final = Rewrite[fx.GraphModule, Preparing](
     "last-pool",
-    "Computes the average pool that everything goes through in float, for CPUs.",
+    "Computes the last average pool, through which the whole network goes, in float, for CPUs.",
     lambda module, given: free_last_pool(module, given.example),
     after=("means-of-one-place",),
     when=_packed,
-    faults=(Fault("torch", _AO, "a quarter of a 2 × 2 pool's sums are ties, which engines round to either side"),),
+    faults=(Fault("torch", _AO, "a quarter of a 2 × 2 pool's sums are ties, and engines round ties to either side"),),
 )
 
 #: A traced network, before torch.ao inserts observers.
@@ -86,17 +86,17 @@ UNOBSERVED: Final = Table[fx.GraphModule, Preparing](
         ),
         Rewrite(
             "known-ranges",
-            "Keeps a tanh, sigmoid or hardsigmoid in float that is put together with others, for CPUs.",
+            "Keeps a tanh, sigmoid or hardsigmoid in float if its result is joined with others, for CPUs.",
             by_graph_alone(free_known),
             when=_packed,
-            faults=(Fault("torch.ao", _AO, "its kernels give their own range whatever is done with it"),),
+            faults=(Fault("torch.ao", _AO, "its kernels use their own output range whatever reads the result"),),
         ),
         Rewrite(
             "bounded-relus",
             "Writes a ReLU6 behind a quantized layer as a ReLU whose range ends at the bound.",
             lambda module, given: given.bounds.update(bound_relus(module, given.mapping, but_not=given.unbound)),
             after=("dropouts", "own-calls"),
-            faults=(Fault("torch.ao", _AO, "half of a layer's range is for numbers that its ReLU6 cuts off"),),
+            faults=(Fault("torch.ao", _AO, "half of a layer's range is spent on values that its ReLU6 cuts off"),),
         ),
     ),
     behind=(TRACED,),
@@ -111,51 +111,52 @@ OBSERVED: Final = Table[fx.GraphModule, Preparing](
     (
         Rewrite(
             "shared-observers",
-            "Lets all readers of a layer norm read one observer, and what keeps a scale share it with what it reads.",
+            "Gives all readers of a layer norm one observer, and operators that keep the scale the observer of their "
+            "input.",
             lambda prepared, given: share_watchers(prepared, given.target),
             faults=(Fault("torch.ao", _AO, "readers quantize integers again, or integers of two scales are joined"),),
         ),
         Rewrite(
             "observer-bounds",
-            "Lets an observer behind a layer see, and pass on, nothing above the bound of its ReLU6.",
+            "Clamps what an observer behind a layer sees and passes on to the bound of the layer's ReLU6.",
             lambda prepared, given: given.lost.update(bind(prepared, given.bounds)),
             after=("bounded-relus", "shared-observers"),
         ),
         Rewrite(
             "given-ranges",
-            "Takes observers of known range from what operators of known range are given.",
+            "Removes observers with a fixed range from the inputs of operators with a fixed output range.",
             by_graph_alone(free_given),
             after=("shared-observers",),
-            faults=(Fault("torch.ao", _AO, "of what a sigmoid is given, all beyond 0 to 1 is cut off"),),
+            faults=(Fault("torch.ao", _AO, "all inputs of a sigmoid beyond 0 to 1 are cut off"),),
         ),
         Rewrite(
             "attention-scores",
-            "Keeps what lies between a product, or a layer, and a softmax in float.",
+            "Keeps operators between a product or a layer and a softmax in float.",
             by_graph_alone(free_scores),
             after=("attention", "softmax-modules", "shared-observers"),
         ),
         Rewrite(
             "means-in-float",
-            "Takes observers from means that nothing in integers gives or reads.",
+            "Removes observers from means that neither read integers nor are read as integers.",
             lambda prepared, given: free_means(prepared, given.target.backend_config()),
             after=("shared-observers",),
-            faults=(Fault("torch.ao", _AO, "a mean gets the range of what it is the mean of"),),
+            faults=(Fault("torch.ao", _AO, "a mean gets the range of its input"),),
         ),
         Rewrite(
             "residual-stream",
-            "Keeps sums that norms read, and nothing in integers, in float.",
+            "Keeps sums in float that norms read and no integer operator reads.",
             by_graph_alone(free_stream),
             after=("shared-observers",),
         ),
         Rewrite(
             "network-answer",
-            "Keeps the network's answer in float where no layer gives it.",
+            "Keeps the network's output in float where no layer computes it.",
             by_graph_alone(free_answer),
             after=("shared-observers",),
         ),
         Rewrite(
             "layer-outputs",
-            "Keeps outputs of layers in float that no integers are read from, for TensorRT.",
+            "Keeps layer outputs in float that no integer operator reads, for TensorRT.",
             lambda prepared, given: free_outputs(prepared, given.target.backend_config()),
             after=("observer-bounds",),
             when=lambda given: not given.target.packed,
@@ -163,14 +164,14 @@ OBSERVED: Final = Table[fx.GraphModule, Preparing](
         ),
         Rewrite(
             "between-float-layers",
-            "Keeps operators between layers that stay in float in float.",
+            "Keeps operators in float that lie between float layers.",
             by_graph_alone(free_between),
             after=("shared-observers",),
-            faults=(Fault("torch.ao", _AO, "it rounds what nobody quantized"),),
+            faults=(Fault("torch.ao", _AO, "it rounds values that nobody asked to quantize"),),
         ),
         Rewrite(
             "image-operators",
-            "Takes observers from what is done to the image in front of every layer.",
+            "Removes observers from operators on the image in front of the first layer.",
             by_graph_alone(free_image),
             after=("shared-observers",),
             faults=(Fault("torch.ao", _AO, "the image is rounded twice"),),

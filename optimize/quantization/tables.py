@@ -19,14 +19,14 @@ TABLES: Final[tuple[Table[Any, Any], ...]] = (
 
 
 def records() -> Iterator[tuple[str, Rewrite[Any, Any]]]:
-    """Each record in its order, with the stage that it belongs to."""
+    """Yield each record in its order, with the name of its stage."""
     return ((table.stage, record) for table in TABLES for record in table.records)
 
 
 def rows() -> Iterator[tuple[str, ...]]:
-    """A line for each fault of each record: stage, name, library, versions, what was measured, issue.
+    """Yield a line for each fault of each record: stage, name, library, versions, measured effect, issue.
 
-    A stage and a name stand in their first line. A record without faults has a line, too.
+    A stage and a name appear only in their first line. A record without faults also gets a line.
     """
     for table in TABLES:
         stage = table.stage
@@ -41,7 +41,7 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 
 def to_json() -> list[dict[str, Any]]:
-    """What the records say, as JSON."""
+    """Return the records as JSON values."""
     return [
         {
             "stage": stage,

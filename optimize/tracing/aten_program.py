@@ -1,9 +1,9 @@
-"""A network as a program of ATen operators, with a dynamic batch; one that is such a program already is not traced.
+"""Export of a network as a program of ATen operators with a dynamic batch.
 
-``torch.export.export`` runs a module under its tracers, whatever it is. A graph that it has made itself, perhaps
-changed since, has no Python left that could do anything else: its tensors become inputs again. What its nodes give is
-noted at them already; those that were written in since, and those that read these, are asked for it. For that a program
-is made by its constructor, which is no promise of torch's (2.11 to 2.14 have it).
+A network that is such a program already is not traced again. ``torch.export.export`` traces any module by running it. A
+graph that it made itself, even if changed since, has no Python code left that could do anything else. Here its tensors
+become inputs again. Its nodes already have noted values. Only new nodes and their readers are computed again. The
+program is then built by its constructor, which torch does not promise to keep (2.11 to 2.14 have it).
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from optimize.tracing.constants import attribute
 from optimize.tracing.node_values import are_alike, note_value
 from serve.runtime.errors import one_line
 
-#: What the module of a program has look at the images, since torch 2.9; it is no part of the program.
+#: Submodule that checks the images, since torch 2.9. It is not part of the program.
 _GUARDS = "_guards_fn"
-#: Where functions of sizes are from: ``operator.mul``, ``math.ceil``, ``torch.sym_max``; also ``operator.getitem``.
+#: Modules of functions on sizes: ``operator.mul``, ``math.ceil``, ``torch.sym_max``. Also of ``operator.getitem``.
 _OF_SIZES = ("_operator", "math", "torch")
 
 
 def program_of(module: nn.Module, example: torch.Tensor) -> torch.export.ExportedProgram:
-    """Export a module, with a dynamic batch.
+    """Export a module with a dynamic batch.
 
     Args:
-        module: in eval mode, or what `torch.export.ExportedProgram.module` gave, changed or not.
+        module: in eval mode, or the result of `torch.export.ExportedProgram.module`, changed or not.
         example: an input ``(N, C, H, W)``, N >= 2.
 
     Raises:
-        Exception: what torch.export and the module's own code raise.
+        Exception: any error of torch.export or of the module's own code.
     """
     if is_program(module) and (program := _as_program(module, example)) is not None:
         return program
@@ -58,10 +58,10 @@ def program_of(module: nn.Module, example: torch.Tensor) -> torch.export.Exporte
 
 
 def required_program(module: nn.Module, example: torch.Tensor) -> torch.export.ExportedProgram:
-    """As `program_of`, for who can do nothing without it.
+    """Export a module as `program_of` does, for callers that cannot continue without the program.
 
     Raises:
-        PassError: the module cannot be exported, such as one that goes by what its tensors hold.
+        PassError: the module cannot be exported, for example because it branches on tensor values.
     """
     try:
         return program_of(module, example)
@@ -71,10 +71,10 @@ def required_program(module: nn.Module, example: torch.Tensor) -> torch.export.E
 
 @contextlib.contextmanager
 def unplaced() -> Iterator[None]:
-    """Have torch note at no node which lines of which sources it is from, within the block.
+    """Stop torch from recording the source lines of nodes within the block.
 
-    Nothing here reads it, files are to have none of it, and to look it up takes a tenth of the way to an int8 graph.
-    Torch 2.11 looks it up whatever it is told.
+    Nothing here reads them, and files must not contain them. Recording them takes a tenth of the time to write an int8
+    graph. Torch 2.11 records them regardless.
     """
     config: Any = fx.config
     before = getattr(config, "do_not_emit_stack_traces", False)
@@ -86,7 +86,7 @@ def unplaced() -> Iterator[None]:
 
 
 def is_program(module: nn.Module) -> TypeGuard[fx.GraphModule]:
-    """Whether a module is a graph that torch.export made, of operators and tensors alone, of any number of images."""
+    """Tell whether a module is a graph from torch.export with operators and tensors only, and a dynamic batch."""
     if not isinstance(module, fx.GraphModule) or not all(_is_plain(module, node) for node in module.graph.nodes):
         return False
     inputs = module.graph.find_nodes(op="placeholder")
@@ -94,7 +94,10 @@ def is_program(module: nn.Module) -> TypeGuard[fx.GraphModule]:
 
 
 def _is_plain(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node is an operator or a tensor; blocks under ``torch.cond``, ``torch.no_grad`` … are left to torch."""
+    """Tell whether a node is an operator or a tensor.
+
+    Blocks under ``torch.cond``, ``torch.no_grad`` … are left to torch.
+    """
     if node.op == "get_attr":
         return isinstance(attribute(module, str(node.target)), torch.Tensor)
     if node.op == "call_function":
@@ -103,24 +106,24 @@ def _is_plain(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _mode(images: fx.Node) -> FakeTensorMode | None:
-    """What knows the shapes of the program that a graph was."""
+    """Return the fake mode that knows the shapes of the graph's program."""
     return detect_fake_mode(images.meta.get("val"))
 
 
 def _number(images: fx.Node) -> Any:
-    """The number of images, a symbol where it is dynamic."""
+    """Return the number of images, a symbol if it is dynamic."""
     return images.meta["val"].shape[0]
 
 
 def _as_program(module: fx.GraphModule, example: torch.Tensor) -> torch.export.ExportedProgram | None:
-    """The program that a graph is; None where it cannot be told of any number of images what a node gives."""
+    """Return the program of a graph; None if the value of a node cannot be computed for any number of images."""
     (images,), (output,) = (module.graph.find_nodes(op=op) for op in ("placeholder", "output"))
     mode = _mode(images)
     assert mode is not None
     sizes = mode.shape_env
     assert sizes is not None
     graph, copies, specs = fx.Graph(), dict[fx.Node, fx.Node](), list[InputSpec]()
-    changed: set[fx.Node] = set()  # of those of the module, what gives anything else than is noted at it
+    changed: set[fx.Node] = set()  # nodes of the module whose value differs from the noted one
     state: dict[str, torch.Tensor] = {}
     constants: dict[str, Any] = {}
 
@@ -138,7 +141,7 @@ def _as_program(module: fx.GraphModule, example: torch.Tensor) -> torch.export.E
         copies.update(dict.fromkeys(readers, take(f"{kind.name.lower()}_{number}", kind, value, target)))
         changed.update(reader for reader in readers if not are_alike(reader.meta.get("val"), value))
     batch = _number(images)
-    # What torch asks here of the number of images, to choose kernels, is no condition (2.14: convolutions do).
+    # Torch inspects the batch size here to choose kernels (2.14: for convolutions). That must not become a condition.
     with torch.no_grad(), mode, sizes.suppress_guards():
         taken = torch.empty((batch, *example.shape[1:]), dtype=example.dtype, device=example.device)
         copies[images] = take(images.name, InputKind.USER_INPUT, taken)
@@ -150,7 +153,7 @@ def _as_program(module: fx.GraphModule, example: torch.Tensor) -> torch.export.E
                 continue
             try:
                 note_value(copied)
-            except Exception:  # noqa: BLE001 - a condition of sizes that cannot be decided, and what operators raise
+            except Exception:  # noqa: BLE001 - an undecidable condition on sizes, or an error of an operator
                 return None
             if not are_alike(node.meta.get("val"), copied.meta["val"]):
                 changed.add(node)
@@ -177,7 +180,10 @@ def _as_program(module: fx.GraphModule, example: torch.Tensor) -> torch.export.E
 
 
 def _tensors(module: fx.GraphModule) -> dict[str, tuple[InputKind, list[fx.Node]]]:
-    """The tensors that a graph reads, by name, in a program's order: what each is, and the nodes that read it."""
+    """Return the tensors that a graph reads, by name, with their kind and the nodes that read them.
+
+    They are in a program's order.
+    """
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     found: dict[str, tuple[InputKind, list[fx.Node]]] = {}

@@ -1,9 +1,9 @@
-"""Sums of parallel convolutions of one tensor, found by structure, and folded into one convolution.
+"""Finds sums of parallel convolutions of one tensor by structure, and folds them into one convolution.
 
 RepVGG (Ding et al. 2021, arXiv:2101.03697, section 3.3) trains a 3x3, a 1x1 and an identity branch, each with a batch
-norm; ACNet (Ding et al. 2019, arXiv:1908.03930, section 3.3) a 3x3, a 1x3 and a 3x1. All are linear in what they are
-given, and move with it: their sum is one convolution, whose kernel is the sum of theirs, each folded with its norm and
-laid where it reads. No name is looked at.
+norm. ACNet (Ding et al. 2019, arXiv:1908.03930, section 3.3) trains a 3x3, a 1x3 and a 3x1. All branches are linear and
+translation-equivariant, so their sum is one convolution. Its kernel is the sum of their kernels, each folded with its
+norm and placed where it reads. Layer names do not matter.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _AXES: Final = 2
 
 @dataclass(frozen=True)
 class Branch:
-    """A convolution, its norm, or a norm alone, between the tensor that a block is given and its sum.
+    """A convolution, a convolution with a norm, or a norm alone, between the input of a block and its sum.
 
     Attributes:
-        end: the node that the sum is given.
-        nodes: all of its nodes, ``end`` included.
-        layers: targets of its convolution and its norm; None for what it has not.
+        end: the last node, which the sum reads.
+        nodes: all nodes of the branch, ``end`` included.
+        convolution: target of its convolution, or None.
+        norm: target of its norm, or None.
     """
 
     end: fx.Node
@@ -43,13 +44,13 @@ class Branch:
 
 @dataclass(frozen=True)
 class Block:
-    """Branches of one tensor that are one convolution.
+    """Branches of one tensor that can become one convolution.
 
     Attributes:
-        given: what all of them read.
-        branches: two or more, at least one of them with a convolution; the one with the largest kernel first.
-        total: the node of the sum that they are all a part of.
-        others: what else is added there.
+        given: the node that all branches read.
+        branches: two or more, at least one with a convolution. The one with the largest kernel comes first.
+        total: the node of the sum that they are part of.
+        others: the other addends of that sum.
     """
 
     given: fx.Node
@@ -65,10 +66,10 @@ class Block:
 
 
 def blocks(module: fx.GraphModule) -> list[Block]:
-    """The blocks of a traced module, in the graph's order.
+    """Return the blocks of a traced module, in the order of the graph.
 
-    A branch counts only where nothing else sees what it computes, and where its layers are called nowhere else and have
-    weights that are stored, not computed. A tensor that is added as it is (a residual connection) is no branch.
+    A branch counts only if nothing else reads its inner tensors, and if its layers are called nowhere else. Their
+    weights must be stored, not computed. A tensor that is added unchanged (a residual connection) is no branch.
     """
     looked = _Looked(module)
     found: list[Block] = []
@@ -82,11 +83,11 @@ def merge_blocks(module: fx.GraphModule) -> list[tuple[Block, nn.Conv2d, nn.Conv
     """Fold every block of a traced module in eval mode, in place.
 
     Returns:
-        Each block with its largest branch as it was, folded with its norm, and the convolution that it has become.
+        Each block with two convolutions: its largest branch alone, folded with its norm, and the merged convolution.
     """
     merged = []
     while found := blocks(module):
-        block = found[0]  # the others may read what it gives; merged, it may be a branch of a sum around it
+        block = found[0]  # later blocks may read its result, and merged it may be a branch of a sum around it
         merged.append((block, *_merge(module, block)))
         module.delete_all_unused_submodules()
         module.graph.lint()
@@ -106,7 +107,7 @@ def _merge(module: fx.GraphModule, block: Block) -> tuple[nn.Conv2d, nn.Conv2d]:
     alone, whole = (_twin(largest, *tensors) for tensors in ((kernels[0][0], kernels[0][1]), (weight, bias)))
     module.set_submodule(block.name, whole)
     graph, parts = module.graph, {node for branch in block.branches for node in branch.nodes}
-    # Where the first branch reads it: further on something may have changed the tensor in place.
+    # Put it where the first branch reads the tensor: something may change it in place later.
     with graph.inserting_before(next(node for node in graph.nodes if node in parts)):
         answer = graph.call_module(block.name, (block.given,))
     with graph.inserting_before(block.total):
@@ -118,7 +119,7 @@ def _merge(module: fx.GraphModule, block: Block) -> tuple[nn.Conv2d, nn.Conv2d]:
 
 
 def _erase(graph: fx.Graph, node: fx.Node, parts: set[fx.Node]) -> None:
-    """Erase a sum and what only it saw of the sums and parts before it; others may do something without a user."""
+    """Erase a sum, and the sums and parts before it that only it read. Other nodes may act without a reader."""
     before = node.all_input_nodes
     graph.erase_node(node)
     for one in before:
@@ -127,7 +128,7 @@ def _erase(graph: fx.Graph, node: fx.Node, parts: set[fx.Node]) -> None:
 
 
 def _twin(layer: nn.Conv2d, weight: torch.Tensor, bias: torch.Tensor) -> nn.Conv2d:
-    """A convolution as another, with other tensors, and always with a bias."""
+    """Return a convolution with the settings of another, other tensors, and always a bias."""
     twin: Any = nn.Conv2d(
         layer.in_channels,
         layer.out_channels,
@@ -147,7 +148,7 @@ def _twin(layer: nn.Conv2d, weight: torch.Tensor, bias: torch.Tensor) -> nn.Conv
 def _folded(
     module: fx.GraphModule, branch: Branch, largest: nn.Conv2d
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """A branch as kernel and bias in float64, and where its kernel lies in the largest, by rows and columns."""
+    """Return a branch as kernel and bias in float64, and the row and column of its kernel in the largest kernel."""
     if branch.convolution is None:
         layer: nn.Conv2d | None = None
         each = largest.in_channels // largest.groups
@@ -173,7 +174,7 @@ def _folded(
 
 
 class _Looked:
-    """A module's graph as it is searched."""
+    """A module's graph with what the search needs to know of it."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module
@@ -185,11 +186,11 @@ class _Looked:
         self._tied = {one for one, count in tied.items() if count > 1}
 
     def is_inner(self, node: fx.Node) -> bool:
-        """Whether a sum is only a part of another."""
+        """Tell whether a sum is only a part of another sum."""
         return len(node.users) == 1 and _is_sum(next(iter(node.users)))
 
     def blocks_of(self, total: fx.Node) -> Iterator[Block]:
-        """The blocks within a sum: at most one for now, others when that is merged."""
+        """Yield the block within a sum: at most one. Others are found after it is merged."""
         ends = list(self._leaves(total))
         branches = [branch for end in ends if ends.count(end) == 1 and (branch := self._branch(end)) is not None]
         for given in dict.fromkeys(branch.nodes[0].all_input_nodes[0] for branch in branches):
@@ -199,7 +200,7 @@ class _Looked:
                 return
 
     def _leaves(self, node: fx.Node) -> Iterator[fx.Node]:
-        """What a sum adds up; zeros, which builtin ``sum`` begins with, are nothing."""
+        """Yield the addends of a sum. Zeros are skipped, because builtin ``sum`` begins with one."""
         for one in node.args:
             if not isinstance(one, fx.Node):
                 continue
@@ -227,7 +228,7 @@ class _Looked:
         return str(node.target) if type(layer) is nn.BatchNorm2d and layer.running_mean is not None else None
 
     def _own(self, node: fx.Node) -> nn.Module | None:
-        """The layer that a node calls, if nothing else calls it or reads its answer or its weights."""
+        """Return the layer that a node calls, if nothing else calls it or reads its output or its weights."""
         if node.op != "call_module" or len(node.users) != 1 or len(node.all_input_nodes) != 1:
             return None
         layer = self._module.get_submodule(str(node.target))
@@ -237,7 +238,7 @@ class _Looked:
         return None if computed or shared or tied else layer
 
     def _block(self, given: fx.Node, alike: Sequence[Branch], total: fx.Node, ends: Sequence[fx.Node]) -> Block | None:
-        """Of the branches of one tensor, those that are one convolution with the largest."""
+        """Return the branches of one tensor that form one convolution with the largest of them."""
         sizes = [
             (branch, _layer(self._module, branch.convolution).kernel_size) for branch in alike if branch.convolution
         ]
@@ -251,7 +252,7 @@ class _Looked:
         return None
 
     def _fits(self, branch: Branch, largest: nn.Conv2d) -> bool:
-        """Whether a branch is a convolution with the largest's kernel, some of whose places are zero."""
+        """Tell whether a branch fits into the kernel of the largest convolution, with zeros elsewhere."""
         if branch.convolution is None:
             norm: Any = self._module.get_submodule(str(branch.norm))
             same = norm.num_features == largest.in_channels == largest.out_channels and set(largest.stride) == {1}
@@ -263,7 +264,7 @@ class _Looked:
 
 
 def _inside(largest: nn.Conv2d, layer: nn.Conv2d | None, axis: int) -> bool:
-    """Whether each place that a kernel reads along an axis is one that the largest reads, for every output."""
+    """Tell whether a kernel reads only places along an axis that the largest kernel also reads, for every output."""
     size, padding, dilation = (
         (layer.kernel_size[axis], _ends(layer)[axis], _dilation(layer, axis)) if layer else (1, (0, 0), 1)
     )
@@ -271,14 +272,14 @@ def _inside(largest: nn.Conv2d, layer: nn.Conv2d | None, axis: int) -> bool:
     step = _dilation(largest, axis)
     aligned = before >= padding[0] and (before - padding[0]) % step == 0
     fits = (before - padding[0]) // step + size <= largest.kernel_size[axis]
-    # As many outputs: what both leave of the image is the same.
+    # Both give the same number of outputs.
     reach = before + after - step * (largest.kernel_size[axis] - 1)
     return aligned and fits and (size == 1 or dilation == step) and reach == sum(padding) - dilation * (size - 1)
 
 
 def _ends(layer: nn.Conv2d) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Zeros before and behind an image, by axis."""
-    if isinstance(layer.padding, str):  # "same" puts the odd one behind
+    """Return the zeros before and after an image, by axis."""
+    if isinstance(layer.padding, str):  # "same" puts the odd zero at the end
         whole = [
             d * (k - 1) if layer.padding == "same" else 0
             for d, k in zip(layer.dilation, layer.kernel_size, strict=True)
@@ -289,7 +290,7 @@ def _ends(layer: nn.Conv2d) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _dilation(layer: nn.Conv2d, axis: int) -> int:
-    """Of an axis with one place there is none."""
+    """Return the dilation along an axis. A kernel with one place has none."""
     return layer.dilation[axis] if layer.kernel_size[axis] > 1 else 1
 
 

@@ -1,4 +1,4 @@
-"""What of a traced module depends on no image: the tensors that it holds, and what is computed from them alone."""
+"""Values in a traced module that do not depend on the images: its tensors, and what is computed from them alone."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from torch import fx, nn
 
 
 class NotConstantError(Exception):
-    """What was asked for depends on the images."""
+    """A requested value depends on the images."""
 
 
 def attribute(module: nn.Module, target: str) -> Any:
-    """What a module holds by a dotted path, such as ``layer1.0.conv1.weight``.
+    """Return the attribute of a module at a dotted path, such as ``layer1.0.conv1.weight``.
 
     Raises:
-        AttributeError: nothing.
+        AttributeError: there is no such attribute.
     """
     owner, _, leaf = target.rpartition(".")
     return getattr(module.get_submodule(owner), leaf)
 
 
 def constant_value(module: fx.GraphModule, argument: Any, *, layers: bool = True) -> Any:
-    """The value of an argument that depends on no image: a node, what stands in the graph, or a tuple of these.
+    """Return the value of an argument that depends on no image: a node, a literal, or a tuple of these.
 
     Args:
-        module: holds the tensors; its layers are called as they are, in their mode.
-        argument: of one of its graph's nodes.
-        layers: whether what a layer gives of constants is one.
+        module: holds the tensors. Its layers are called in the mode in which they are.
+        argument: an argument of a node of the module's graph.
+        layers: whether the output of a layer for constant inputs counts as constant.
 
     Raises:
         NotConstantError: it depends on the images, or on a layer that does not count.

@@ -1,4 +1,4 @@
-"""Gradients of functions' own (`torch.autograd.Function`), which the graph of a network does not have."""
+"""Custom gradients (`torch.autograd.Function`), which the graph of a network does not have."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from torch import fx, nn
 
 from optimize.tracing.trace import graph_as_is
 
-#: What gradients may differ by, of the largest, and be the same.
+#: Largest difference of equal gradients, relative to the largest gradient.
 _SAME = 1e-4
 
 
 def lost_gradients(module: nn.Module, example: torch.Tensor) -> tuple[str, ...]:
-    """A note of the functions whose gradient of their own is lost where the graph of a network is trained.
+    """Return a note on functions whose custom gradient is lost when the graph of a network is trained.
 
-    None where it is that of what their ``forward`` computes, as that of an activation which saves memory is.
+    There is no note if the custom gradient equals the gradient of ``forward``. That is so for activations that only
+    save memory.
 
     Args:
-        module: as it is written, in eval mode.
-        example: ``(N, C, H, W)``.
+        module: the original module, in eval mode.
+        example: an input ``(N, C, H, W)``.
     """
     weights = [weight for weight in module.parameters() if weight.requires_grad]
     with torch.enable_grad():
@@ -33,7 +34,7 @@ def lost_gradients(module: nn.Module, example: torch.Tensor) -> tuple[str, ...]:
 
 
 def _functions(answer: torch.Tensor) -> Iterator[Any]:
-    """The functions of Python's that an answer was computed by, as far as a gradient goes through them."""
+    """Yield the Python functions that computed an answer, as far as a gradient flows through them."""
     waiting, seen = [answer.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
@@ -46,11 +47,11 @@ def _functions(answer: torch.Tensor) -> Iterator[Any]:
 
 
 def _of_graph(module: nn.Module, weights: Sequence[torch.Tensor], example: torch.Tensor) -> torch.Tensor | None:
-    """As `_gradients`, of what functions compute; None where torch has none."""
+    """Return the `_gradients` of the graph, without custom gradients; None if torch has none."""
     graph = fx.GraphModule(module, graph_as_is(module, example))
     try:
         return _gradients(graph(example.clone()), weights)
-    except RuntimeError:  # such as of a leaf that it writes into
+    except RuntimeError:  # for example an in-place write into a leaf
         return None
 
 
@@ -60,7 +61,7 @@ def _gradients(answer: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.T
 
 
 def _is_torchs(function: type) -> bool:
-    """Whether a function is of torch's own, as that of activation checkpointing."""
+    """Tell whether a function is torch's own, as that of activation checkpointing."""
     return function.__module__.startswith("torch.")
 
 

@@ -1,4 +1,4 @@
-"""Whether a changed network still answers as the one that it was made of."""
+"""The check that a changed network still gives the logits of the network that it was made from."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from optimize.errors import PassError
 def require_alike(
     actual: torch.Tensor, expected: torch.Tensor, tolerance: float, who: str, of: str = "the parent's"
 ) -> float:
-    """Refuse logits that differ.
+    """Return how far logits differ, and refuse them above a tolerance.
 
     Args:
         actual: float32 logits ``(N, classes)`` of the changed network.
-        expected: those of the other one, for the same images.
-        tolerance: largest allowed difference, relative to the largest of them.
-        who: what is compared, for the message.
-        of: whose logits the expected ones are, for the message.
+        expected: logits of the original network for the same images.
+        tolerance: largest allowed difference, relative to the largest expected logit.
+        who: the compared network, for the message.
+        of: the owner of the expected logits, for the message.
 
     Returns:
         The largest difference, relative to the largest expected logit.
 
     Raises:
-        PassError: they differ by more, or one is not a number.
+        PassError: they differ by more than the tolerance, or a logit is NaN.
     """
     difference = ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
     if not difference <= tolerance:  # also where it is NaN

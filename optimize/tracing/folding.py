@@ -1,4 +1,4 @@
-"""Batch norms folded into the layers before them, and dropout removed: what a network is run as, not trained."""
+"""Folds batch norms into the layers before them and removes dropouts: a network for inference, not for training."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from optimize.tracing.zero_padding import fold_padding
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-#: Weights this much smaller than the largest of their layer are far below what a sum in float32 can hold beside it.
+#: Weights smaller than this share of the layer's largest are far below the resolution of a float32 sum.
 _NOTHING = 1e-20
 
 
 def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
-    """Fold and remove; returns a new traced module in eval mode, its layers' weights rewritten.
+    """Return a new traced module in eval mode with batch norms folded and dropouts removed.
 
-    ``example`` is an input ``(N, C, H, W)`` with which the rank of inner tensors is found out.
+    ``example`` is an input ``(N, C, H, W)``. It gives the rank of inner tensors.
 
-    A norm is folded only where nothing else sees what lies between: the layer before it feeds this norm
-    alone, and neither module is called, or its weights read, anywhere else. A norm after a linear layer is folded only
-    on ``(N, features)`` inputs, where both speak of the same axis; `BatchNorm1d` on ``(N, L, C)`` does not.
+    A norm is folded only if it is the only reader of the layer before it. Neither module may be called anywhere else,
+    nor its weights read. A norm after a linear layer is folded only on ``(N, features)`` inputs, where both use the
+    same axis. `BatchNorm1d` on ``(N, L, C)`` uses another one.
 
-    Zeros that are put around what a convolution reads are its padding, see `optimize.tracing.zero_padding`.
+    Zero padding becomes the padding of the convolution that reads it; see `optimize.tracing.zero_padding`.
 
-    What is not folded because of a hook is said in `LEFT` of the module's ``meta``.
+    `LEFT` of the module's ``meta`` names norms that were not folded because of a hook.
 
-    A dropout stays whose answer is written into, for those who train the network on; see
+    A dropout stays if its result is overwritten, so that the network can be trained further; see
     `optimize.tracing.needed_dropouts`.
     """
     graph_module = trace(module, example)
@@ -59,19 +59,19 @@ def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
 
 
 def _foldable(graph_module: fx.GraphModule, modules: dict[str, nn.Module], norm: fx.Node) -> str | None:
-    """The name of the layer that ``norm`` can be folded into, or None."""
+    """Return the name of the layer that ``norm`` can be folded into, or None."""
     layer = modules[str(norm.target)]
     assert isinstance(layer, _NORMS)
     before = norm.all_input_nodes[0]
     candidate = modules[str(before.target)] if before.op == "call_module" else None
     if layer.running_mean is None or not isinstance(candidate, _LAYERS):
         return None
-    # A parametrised weight is computed, not stored; torch's folding mixes up the channels of a grouped
-    # transposed convolution, whose weight is (in, out / groups, …).
+    # A parametrised weight is computed, not stored. Torch's folding mixes up the channels of a grouped transposed
+    # convolution, whose weight is (in, out / groups, …).
     grouped = getattr(candidate, "transposed", False) and candidate.groups != 1
     if nn.utils.parametrize.is_parametrized(candidate) or grouped:
         return None
-    # It sees what lies between, and may change it.
+    # A hook sees the tensor between them, and may change it.
     if hooked := next((str(node.target) for node in (before, norm) if is_hooked(modules[str(node.target)])), None):
         graph_module.meta[LEFT][str(norm.target)] = f"{norm.target} stays as it is: {hooked} has a hook"
         return None
@@ -105,9 +105,9 @@ def _fold(layer: nn.Module, norm: nn.Module) -> nn.Module:
 
 
 def _flush(layer: nn.Module) -> None:
-    """Set to zero what cannot change an answer.
+    """Set weights to zero that are too small to change an answer.
 
-    A channel that training has let die has tiny weights, and a tiny scale in its norm; their products are subnormal
+    A channel that died in training has tiny weights, and a tiny scale in its norm. Their products are subnormal
     numbers, which make a whole network 5 to 7 times slower on a CPU.
     """
     with torch.no_grad():
@@ -117,9 +117,9 @@ def _flush(layer: nn.Module) -> None:
 
 
 def _same(folded: nn.Module, layer: nn.Module, norm: nn.Module, node: fx.Node) -> bool:
-    """Whether a layer of a foreign class, such as one that pads by itself, computes as layer and norm did.
+    """Tell whether a folded layer of a foreign class computes the same as layer and norm did.
 
-    It may use its weight for more than a convolution, or be unable to take the bias that it has not had.
+    Such a layer may pad by itself, use its weight for more than a convolution, or ignore the bias that it did not have.
     """
     (before,) = node.all_input_nodes
     shape = before.all_input_nodes[0].meta["tensor_meta"].shape

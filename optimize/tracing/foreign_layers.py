@@ -1,8 +1,8 @@
-"""Layers of other libraries as torch's own: what a subclass of a convolution or norm computes, in layers that fold.
+"""Subclasses of torch's layers from other libraries, rewritten as torch's own layers that can be folded.
 
-timm's `BatchNormAct2d` is a batch norm with an activation inside, its `StdConv2d` a convolution whose weight is
-computed; `fuse` and torch.ao know neither. Traced, both are calls of functions on constants, which can be written as
-modules of torch again, with the same numbers in eval mode.
+timm's `BatchNormAct2d` is a batch norm with an activation inside. Its `StdConv2d` is a convolution with a computed
+weight. `fuse` and torch.ao know neither. In a trace both are function calls on constants. They are written as torch
+modules again, with the same numbers in eval mode.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OWN = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     nn.Linear,
 )
-#: Functions that layers call, by the class whose work they do.
+#: The functions that layers call, with torch's class for each.
 _CONVOLUTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     functional.conv1d: nn.Conv1d,
     functional.conv2d: nn.Conv2d,
@@ -37,18 +37,18 @@ _CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilat
 _CONVOLUTION_DEFAULTS = (None, None, None, 1, 0, 1, 1)
 
 
-#: What torch has as layers, and is made of them.
+#: Layers of torch that consist of other layers of torch.
 OF_LAYERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 class LayerProxy(SpokenFor):
-    """A value in the graph, of which nothing is known."""
+    """A value in the graph about which nothing is known."""
 
     def stands_for(self, asks: str) -> type:
-        """See `SpokenFor`: torch's own code may ask, which knows of proxies.
+        """See `SpokenFor`. Only torch's own code may ask, because it knows proxies.
 
         Raises:
-            TraceError: another asks: it would hear that a tensor is none, and go the other way without a word.
+            TraceError: other code asks. The answer "no tensor" would silently send it down another branch.
         """
         if not asks.startswith("torch."):
             raise TraceError("it asks what a tensor is")
@@ -61,14 +61,15 @@ class LayerProxy(SpokenFor):
 
 
 class LayerDevice(fx.proxy.Attribute):
-    """A tensor's device in the graph, of which nothing is known."""
+    """A tensor's device in the graph, about which nothing is known."""
 
     @property
     def index(self) -> Any:
         """As of a device.
 
         Raises:
-            TraceError: always. It may be None, and no proxy is: a forward would go the other way without a word.
+            TraceError: always. The index may be None, and a proxy never is. A forward would silently take another
+                branch.
         """
         raise TraceError("it asks which device a tensor is on")
 
@@ -76,7 +77,7 @@ class LayerDevice(fx.proxy.Attribute):
         """As of a device.
 
         Raises:
-            TraceError: always, as of `index`.
+            TraceError: always, for the same reason as `index`.
         """
         raise TraceError("it asks which device a tensor is on")
 
@@ -84,15 +85,15 @@ class LayerDevice(fx.proxy.Attribute):
 class LayerTracer(fx.Tracer):
     """Traces into subclasses of torch's layers where that is possible, and keeps the others as one call.
 
-    A forward is run on a proxy of its first input, the images; of each other it sees the default, as timm's
-    ``attn_mask=None``: a proxy in its place is not None, and would send a forward the other way without a word.
+    A forward runs on a proxy of its first input, the images. Every other input takes its default, such as timm's
+    ``attn_mask=None``. A proxy in its place is not None, and would silently send a forward down another branch.
 
     Args:
-        whole: whether torch's transformers are kept as one call, too.
-        kept: names of modules that are kept as one call, whatever they are.
+        whole: whether torch's transformers also stay one call.
+        kept: names of modules that always stay one call.
 
     Attributes:
-        failed: name of the innermost module that the tracing failed in; None: in none but the network itself.
+        failed: name of the innermost module in which tracing failed. None: only the network itself failed.
     """
 
     def __init__(self, whole: bool = False, kept: Container[str] = ()) -> None:
@@ -101,10 +102,9 @@ class LayerTracer(fx.Tracer):
         self.failed: str | None = None
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """See `fx.Tracer`.
+        """See `fx.Tracer`. Tracing runs without gradients.
 
-        Where nothing asks for a gradient: a function with a gradient of its own keeps proxies for the way back, which
-        C code would want to be tensors.
+        A function with its own gradient saves proxies for the backward pass, and C code would expect tensors there.
         """
         with torch.no_grad():
             return super().trace(root, concrete_args)
@@ -132,7 +132,7 @@ class LayerTracer(fx.Tracer):
         return LayerProxy(node, self)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """See `fx.Tracer`: a layer that the forward makes anew, ``nn.Softmax(dim=1)(x)``, is what it does.
+        """See `fx.Tracer`. A layer that the forward creates, ``nn.Softmax(dim=1)(x)``, is traced into.
 
         Raises:
             TraceError: the layer is TorchScript.
@@ -150,7 +150,7 @@ class LayerTracer(fx.Tracer):
             raise
 
     def is_leaf_module(self, layer: nn.Module, name: str) -> bool:
-        """See `fx.Tracer`; what torch's transformers are made of are layers, and not they."""
+        """See `fx.Tracer`. Torch's transformers are traced into by default, down to their layers."""
         if type(layer) in OF_LAYERS:
             return self.whole
         if name in self.kept or super().is_leaf_module(layer, name):
@@ -159,34 +159,34 @@ class LayerTracer(fx.Tracer):
 
 
 def _default(parameters: Mapping[str, inspect.Parameter], name: str) -> Any:
-    """What a forward sees of an input that it is not given: of ``*args`` and ``**kwargs`` it is nothing."""
+    """Return the value of an input that is not given. ``*args`` and ``**kwargs`` are empty."""
     if name.startswith("*"):
         return {} if name.startswith("**") else ()
     return parameters[name].default
 
 
 def plain_type(layer: nn.Module) -> type[nn.Module] | None:
-    """The class of torch's that ``layer`` computes as, though it is of a subclass; None if there is none."""
+    """Return the torch class that computes the same as ``layer``, an instance of a subclass; None if there is none."""
     for own in _OWN:
         if isinstance(layer, own) and type(layer) is not own:
             methods = ("forward", "_conv_forward", "__call__")
             if any(getattr(type(layer), name, None) is not getattr(own, name, None) for name in methods):
                 return None
-            # A computed (parametrised) weight, or what a hook does, is not in the class's own code.
+            # A computed (parametrised) weight and a hook's work are not in the code of the class.
             return None if layer._modules or is_hooked(layer) else own
     return None
 
 
 def as_plain_layers(graph_module: fx.GraphModule) -> None:
-    """Write subclasses of torch's layers as torch's own, where they compute the same in eval mode.
+    """Write subclasses of torch's layers as torch's own where they compute the same in eval mode.
 
     Args:
-        graph_module: traced by `LayerTracer` in eval mode; changed in place. Its tensors are not.
+        graph_module: traced by `LayerTracer` in eval mode; changed in place. Its tensors stay unchanged.
     """
     for node in list(graph_module.graph.nodes):
         if node.op == "call_module":
             layer = graph_module.get_submodule(str(node.target))
-            # What a norm has in the place of a dropout would part it from its activation.
+            # Norms have an identity in place of a dropout. It would separate the norm from its activation.
             if type(layer) is nn.Identity and not is_hooked(layer):
                 node.replace_all_uses_with(node.all_input_nodes[0])
                 graph_module.graph.erase_node(node)
@@ -205,12 +205,12 @@ def as_plain_layers(graph_module: fx.GraphModule) -> None:
 
 
 def is_hooked(layer: nn.Module) -> bool:
-    """Whether a hook may change what a layer is given or gives."""
+    """Tell whether a hook may change the inputs or outputs of a layer."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _traceable(layer: nn.Module) -> bool:
-    """Whether a layer of a network that is being traced can be: `optimize.tracing.trace` has made ready for both."""
+    """Tell whether a layer can be traced. The patches of `optimize.tracing.trace` are active here."""
     try:
         with without_proxies(layer):
             fx.Tracer.trace(LayerTracer(), layer)
@@ -223,7 +223,7 @@ _L = TypeVar("_L", bound=nn.Module)
 
 
 def _retyped(layer: nn.Module, own: type[_L]) -> _L:
-    """A layer of class ``own`` with the tensors and settings of ``layer``."""
+    """Return a layer of class ``own`` with the tensors and settings of ``layer``."""
     twin: Any = copy.copy(layer)
     for name in ("_parameters", "_buffers", "_modules"):
         setattr(twin, name, dict(getattr(layer, name)))
@@ -232,7 +232,7 @@ def _retyped(layer: nn.Module, own: type[_L]) -> _L:
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
-    """Remove checks of shapes, which would be uses of a convolution's output beside the norm's."""
+    """Remove shape checks. They would be further readers of a convolution's output, beside the norm."""
     for node in list(graph.nodes):
         if node.target is torch._assert:
             graph.erase_node(node)
@@ -247,7 +247,7 @@ def _lift(
     """Replace a function's call by a module that computes the same, if its arguments are constants."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack or not (inspect.isclass(stack[-1][1]) and issubclass(stack[-1][1], _OWN)):
-        return  # a function that a model calls itself, and may share its weights
+        return  # the model calls the function itself, and may share the weights
     path = stack[-1][0]
     try:
         with torch.no_grad():
@@ -258,7 +258,7 @@ def _lift(
         return
     name = f"{path}.{'norm' if isinstance(layer, _BatchNorm) else 'convolution'}"
     if any(name == other for other, _ in graph_module.named_modules()):
-        return  # called a second time
+        return  # this is a second call
     graph_module.add_submodule(name, layer.eval())
     read = node.args[0] if node.args else node.kwargs["input"]
     with graph_module.graph.inserting_before(node):
@@ -267,7 +267,7 @@ def _lift(
 
 
 def _erase(graph_module: fx.GraphModule, node: fx.Node) -> None:
-    """Erase a node, the constants that only it used, and the tensors that then nobody reads."""
+    """Erase a node, the constants that only it used, and the tensors that nobody reads afterwards."""
     graph = graph_module.graph
     waiting = [node]
     before: set[fx.Node] = set()
@@ -286,12 +286,12 @@ def _erase(graph_module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _constant(graph_module: fx.GraphModule, argument: Any) -> Any:
-    # What a module computes is left to it: it may have a state, as spectral norm's in training.
+    # The output of a module does not count: it may have a state, as spectral norm has in training.
     return constant_value(graph_module, argument, layers=False)
 
 
 def as_convolution(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
-    """A convolution that is called as a function of constants, as a layer; None where the function is none.
+    """Return a functional convolution with constant weights as a layer; None if the function is no convolution.
 
     Raises:
         NotConstantError: its weight depends on the images.
@@ -334,7 +334,7 @@ def _norm(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 
 
 def left_whole(graph_module: fx.GraphModule) -> list[type[nn.Module]]:
-    """Classes of layers that could be neither traced nor written as torch's own, in order of their names."""
+    """Return the classes of layers that could be neither traced nor written as torch's own, sorted by name."""
     called = (node.target for node in graph_module.graph.nodes if node.op == "call_module")
     kinds = {type(graph_module.get_submodule(str(target))) for target in called}
     foreign = {kind for kind in kinds if kind is nn.Sequential or kind.__module__.partition(".")[0] != "torch"}

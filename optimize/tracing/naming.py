@@ -1,4 +1,4 @@
-"""Names of what is put into a traced module: a network may have layers of its own that are called alike."""
+"""Free names for what is added to a traced module, as the network may already use the wanted name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import nn
 
 
 def free_name(module: nn.Module, wanted: str) -> str:
-    """A dotted path by which a module holds nothing: as it is wanted, or with the first free number behind it.
+    """Return a dotted path that a module does not use: the wanted one, or the first free one with a number appended.
 
-    Of the same module it is the same each time, so that who rebuilds a network finds its weights by their names.
+    The same module always gives the same name. Code that rebuilds a network relies on that to find its weights by name.
 
     Args:
-        module: holds all but the path's last part.
-        wanted: the path, such as ``layer1.conv_norm``.
+        module: holds all parts of the path but the last.
+        wanted: the wanted path, such as ``layer1.conv_norm``.
     """
     owner, _, _ = wanted.rpartition(".")
     holder, dot = module.get_submodule(owner), f"{owner}." if owner else ""

@@ -1,8 +1,8 @@
-"""Dropouts that a network needs though it is in eval mode: those whose answer it writes into.
+"""Dropouts that must stay although the network is in eval mode, because the network writes into their result.
 
-In training a dropout's answer is a tensor of its own; in eval mode it is the very tensor that was given, and without
-the dropout it always is. A network that is trained on then writes into what the activation in front has kept for its
-gradient, which autograd refuses.
+In training the result of a dropout is a new tensor. In eval mode it is the input tensor itself, and without the dropout
+it always is. If such a network is trained further, it overwrites a tensor that the activation in front saved for its
+gradient. Autograd refuses that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from optimize.tracing.naming import free_name
 
-#: The layers, and the functions that do the same, by what they are called with.
+#: The dropout layers, and the functions that do the same as each.
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _LAYERS: dict[Any, type[nn.Module]] = {
     functional.dropout: nn.Dropout,
@@ -29,9 +29,9 @@ _LAYERS: dict[Any, type[nn.Module]] = {
 
 
 def written_into(graph_module: fx.GraphModule, example: torch.Tensor) -> list[fx.Node]:
-    """The dropouts that keep what they are given from what is written behind them.
+    """Return the dropouts that protect their input from later in-place writes.
 
-    What a layer of weights gives to a dropout alone needs no keeping: its gradient is made of what it is given.
+    A dropout that alone reads a layer with weights needs no protection: the gradient of that layer uses its input.
 
     Args:
         graph_module: in eval mode.
@@ -40,7 +40,7 @@ def written_into(graph_module: fx.GraphModule, example: torch.Tensor) -> list[fx
     dropouts = {node for node in graph_module.graph.nodes if _is_dropout(graph_module, node)}
     keeping = {node for node in dropouts if not _is_of_weights(graph_module, node.all_input_nodes[0])}
     if not keeping:
-        return []  # it is not run for that
+        return []  # nothing to run the network for
     watching = _Watching(graph_module, keeping)
     with torch.no_grad():
         watching.run(example.clone())
@@ -48,9 +48,9 @@ def written_into(graph_module: fx.GraphModule, example: torch.Tensor) -> list[fx
 
 
 def write_as_layers(graph_module: fx.GraphModule, example: torch.Tensor) -> None:
-    """Write the functions among `written_into`, of which tracing in eval mode left nothing, as layers, in place."""
+    """Write the functional dropouts among `written_into` as layers, in place. Tracing in eval mode disabled them."""
     if not any(node.target in _LAYERS for node in graph_module.graph.nodes):
-        return  # nor is it run for layers, of which `written_into` is asked elsewhere
+        return  # also no need to run it: others call `written_into` for layers
     for node in written_into(graph_module, example):
         if node.target not in _LAYERS:
             continue
@@ -58,7 +58,7 @@ def write_as_layers(graph_module: fx.GraphModule, example: torch.Tensor) -> None
         call.apply_defaults()
         asked = call.arguments
         if asked["training"] is not False or not isinstance(asked["p"], int | float):
-            continue  # it is on for ever, or goes by what is computed
+            continue  # always on, or its rate is computed
         name = free_name(graph_module, f"{node.name}_0")
         graph_module.add_submodule(name, _LAYERS[node.target](asked["p"], asked["inplace"]).eval())
         with graph_module.graph.inserting_before(node):
@@ -75,14 +75,14 @@ def _is_dropout(graph_module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _is_of_weights(graph_module: fx.GraphModule, given: fx.Node) -> bool:
-    """Whether a layer of weights gives a tensor, and to one reader."""
+    """Tell whether a node is a layer with weights and has one reader."""
     if given.op != "call_module" or len(given.users) > 1:
         return False
     return next(graph_module.get_submodule(str(given.target)).parameters(), None) is not None
 
 
 class _Watching(fx.Interpreter):
-    """Notes what some nodes give, and how often that had been written into when they gave it, views included."""
+    """Records the values of some nodes with their version counter, which also counts writes into views."""
 
     def __init__(self, graph_module: fx.GraphModule, watched: set[fx.Node]) -> None:
         super().__init__(graph_module)

@@ -1,4 +1,4 @@
-"""What a node of an exported program gives, as `torch.export` notes it in ``meta["val"]``: type and shape, no data."""
+"""The value of a node of an exported program: type and shape, no data. `torch.export` notes it in ``meta["val"]``."""
 
 from __future__ import annotations
 
@@ -13,29 +13,36 @@ _CLAMP = torch.ops.aten.clamp.default
 
 
 def value_of(node: fx.Node) -> Any:
-    """What a node gives; noted where it was written in. To be called under the mode that others were noted under."""
+    """Return the value of a node, and note it first if the node is new.
+
+    Call it under the fake mode in which the values of the other nodes were noted.
+    """
     if "val" not in node.meta:
         note_value(node)
     return node.meta["val"]
 
 
 def note_value(node: fx.Node) -> None:
-    """Note at an operator what it gives of its arguments, whatever is noted at it; under the mode of `value_of`."""
+    """Compute the value of an operator from its arguments and note it, replacing an older note.
+
+    Call it under the mode of `value_of`.
+    """
     values: Any = fx.node.map_arg((node.args, node.kwargs), value_of)
     args, kwargs = values
     assert callable(node.target)
     if (kind := _kind_of(node.target, args, kwargs)) is not None:
         node.meta["val"] = torch.empty_like(args[0], dtype=kind)
     else:
-        with enable_python_dispatcher():  # else what is made of other operators counts images: `aten.pad` (torch 2.14)
+        with enable_python_dispatcher():  # without it `aten.pad` and others fix the batch (torch 2.14)
             node.meta["val"] = node.target(*args, **kwargs)
     node.meta.pop("tensor_meta", None)
 
 
 def _kind_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """The type that a quantizer, its counterpart or a clamp of integers gives of a tensor as it is; None: another one.
+    """Return the dtype that a quantizer, a dequantizer or an integer clamp gives; None for other operators.
 
-    Torch writes these out in up to a dozen operators, of which each would be asked for its shape (2.14: 40 ms a clamp).
+    These operators keep the shape. Torch decomposes them into up to a dozen operators and would compute the shape of
+    each (2.14: 40 ms a clamp).
     """
     if getattr(target, "namespace", "") == "quantized_decomposed":
         name = target._schema.name.split("::")[1]
@@ -48,12 +55,15 @@ def _kind_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tor
 
 
 def are_alike(noted: Any, found: Any) -> bool:
-    """Whether two values have the same devices, types, shapes and order in memory, in the same symbols."""
+    """Tell whether two values have the same devices, dtypes, shapes and strides, in the same symbols."""
     return bool(_described(noted) == _described(found))
 
 
 def _described(value: Any) -> Any:
-    """What is compared of a value; no size is asked for its number, which would be a condition of the program."""
+    """Return the comparable parts of a value.
+
+    No symbolic size is evaluated, as that would add a condition to the program.
+    """
     if isinstance(value, torch.Tensor):
         return value.device, value.dtype, tuple(map(_described, value.shape)), tuple(map(_described, value.stride()))
     if isinstance(value, (list, tuple)):

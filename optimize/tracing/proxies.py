@@ -1,8 +1,8 @@
-"""What of torch takes no proxies, made to take them while a network is traced.
+"""Patches that let torch's functions take proxies while a network is traced.
 
-Torch's parser of arguments (2.11 to 2.14) takes for sizes what is in a tuple, or behind an integer, and says of
-``torch.zeros(x.shape[0], 1, 8, 8)`` that ``zeros() takes 1 positional argument but 4 were given``. What
-`torch.jit.script` has made of a function takes tensors alone.
+Torch's argument parser (2.11 to 2.14) accepts proxies as sizes only in a tuple or behind an integer. It answers
+``torch.zeros(x.shape[0], 1, 8, 8)`` with ``zeros() takes 1 positional argument but 4 were given``. A function that
+`torch.jit.script` compiled takes only tensors.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import torch
 from torch import fx, nn
 from torch.autograd.function import FunctionCtx
 
-#: What is given sizes one by one: by itself, and of a tensor that is no proxy, as a buffer is.
+#: Functions and methods that take sizes one by one. The methods may be called on tensors that are no proxies, such as
+#: buffers.
 _FUNCTIONS = ("zeros", "ones", "empty")
 METHODS = ("expand", "new_zeros", "new_ones", "new_empty")
-# What forwards keep tensors in.
+# Containers in which a forward may keep tensors.
 _HOLD = (dict, list, deque, set, tuple)
 
 
 @contextmanager
 def taken_by_torch() -> Iterator[None]:
-    """While a network is traced, give torch what it takes: sizes in a tuple, types, scripted functions as written."""
+    """Let torch take proxies within the block: as sizes, as types, and as arguments of scripted functions."""
     with ExitStack() as undone:
         for name in _FUNCTIONS:
             _put(undone, torch, name, _sizes_together(getattr(torch, name), before=0))
@@ -43,12 +44,12 @@ def taken_by_torch() -> Iterator[None]:
 
 @contextmanager
 def taken_for_tensors() -> Iterator[None]:
-    """While a network is traced, have it hear of proxies that they are tensors, and C code that they are none.
+    """Within the block, Python code sees proxies as tensors, and C code does not.
 
-    C code believes ``__class__``, and reads the memory of what says that it is a tensor: a function with a gradient of
-    its own does (`torch.autograd.Function`), and ends the process by SIGSEGV. So a proxy says what it stands for where
-    a program asks in Python, `SpokenFor.stands_for`. What is no tensor C code hands on to the function's ``forward``,
-    and its gradient is not in the graph, which says how to compute and not how to train.
+    C code trusts ``__class__`` and reads the memory of any object that claims to be a tensor. `torch.autograd.Function`
+    is such C code, and the process ends by SIGSEGV. So a proxy names the class that it stands for
+    (`SpokenFor.stands_for`) only where a program asks in Python. C code passes other objects on to the function's
+    ``forward``. The gradient of such a function is not in the graph, which describes inference and not training.
     """
     with ExitStack() as undone:
         _put(undone, builtins, "isinstance", _is_what_it_stands_for(builtins.isinstance))
@@ -59,10 +60,10 @@ def taken_for_tensors() -> Iterator[None]:
 
 @contextmanager
 def without_proxies(module: nn.Module) -> Iterator[None]:
-    """Put back behind the block what a forward has kept proxies in the place of, as ConViT keeps its places.
+    """Remove the proxies that a forward stored in the module, after the block. ConViT stores its positions that way.
 
-    In attributes, in buffers, and in lists and dictionaries of them. What else it has changed stays: torch.fx keeps
-    tensors that it makes in the module.
+    This restores attributes and buffers, and lists and dictionaries in them. All other changes stay, because torch.fx
+    keeps tensors that it creates in the module.
     """
     kept = [
         (held, dict(held) if isinstance(held, dict) else list(held))
@@ -84,8 +85,8 @@ def without_proxies(module: nn.Module) -> Iterator[None]:
 
 
 def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
-    """What can be written into, of a value that is put together: itself, and what is in it."""
-    if not issubclass(type(value), _HOLD) or id(value) in seen:  # of a proxy, `isinstance` is not to be asked
+    """Yield the mutable containers of a nested value, itself included."""
+    if not issubclass(type(value), _HOLD) or id(value) in seen:  # `isinstance` must not be asked about a proxy
         return
     seen.add(id(value))
     if not isinstance(value, tuple):
@@ -95,7 +96,7 @@ def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _has_proxy(value: Any, within: tuple[int, ...] = ()) -> bool:
-    """Whether a value is a proxy, or is put together of such."""
+    """Tell whether a value is a proxy or contains one."""
     if issubclass(type(value), fx.Proxy):
         return True
     if not issubclass(type(value), _HOLD) or id(value) in within:
@@ -105,19 +106,19 @@ def _has_proxy(value: Any, within: tuple[int, ...] = ()) -> bool:
 
 
 class SpokenFor(fx.Proxy):
-    """A proxy that is told by another class than its own where a forward asks."""
+    """A proxy that names another class than its own where a forward asks for its class."""
 
     def stands_for(self, asks: str) -> type:
-        """The class that it says it has.
+        """Return the class that the proxy claims to have.
 
         Args:
-            asks: the name of the module that asks.
+            asks: name of the module that asks.
         """
         raise NotImplementedError
 
     @property  # type: ignore[misc]  # of all objects it can be written
     def __class__(self) -> type:
-        """What it stands for where it is asked by name or matched, and what it is to who is called, which is C code."""
+        """The class it stands for if Python code asks by name or by a match, and its real class for C code."""
         asks = sys._getframe(1)
         if dis.opname[asks.f_code.co_code[asks.f_lasti]] in ("LOAD_ATTR", "MATCH_CLASS"):
             return self.stands_for(asks.f_globals.get("__name__", ""))
@@ -125,9 +126,10 @@ class SpokenFor(fx.Proxy):
 
 
 def _is_what_it_stands_for(original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """``isinstance`` of what a proxy stands for, too; torch's functions of gradients hear what C code does.
+    """Return an ``isinstance`` that also knows the class for which a proxy stands.
 
-    They have their own ``apply`` (torch 2.11 to 2.13) call C code for each tensor among its arguments.
+    Torch's functions with gradients get the same answer as C code. Their own ``apply`` (torch 2.11 to 2.13) calls C
+    code for each tensor among its arguments.
     """
 
     def called(value: Any, kinds: Any, /) -> bool:
@@ -140,7 +142,7 @@ def _is_what_it_stands_for(original: Callable[[Any, Any], bool]) -> Callable[[An
 
 
 def _of_no_proxies(original: Callable[..., None]) -> Callable[..., None]:
-    """What a function notes of tensors that it gives or was given; C code takes no other notes."""
+    """Return a function that ignores proxies, for the notes on tensors that C code takes from a gradient function."""
 
     @functools.wraps(original)
     def called(context: FunctionCtx, *tensors: Any) -> None:
@@ -150,7 +152,7 @@ def _of_no_proxies(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _put(undone: ExitStack, owner: Any, name: str, other: Any) -> None:
-    """Put another in the place of what a module or a class has, or inherits, until all is undone."""
+    """Replace an attribute of a module or a class, own or inherited, until the stack is undone."""
     if name in vars(owner):
         undone.callback(setattr, owner, name, vars(owner)[name])
     else:
@@ -159,7 +161,10 @@ def _put(undone: ExitStack, owner: Any, name: str, other: Any) -> None:
 
 
 def _sizes_together(original: Callable[..., Any], before: int) -> Callable[..., Any]:
-    """A call whose sizes begin behind so many arguments; of `ShapedTracer` a proxy among them is one size, not all."""
+    """Return a call that collects the sizes behind ``before`` arguments in a tuple.
+
+    With `ShapedTracer` a proxy among them is one size, and not all of them.
+    """
 
     @functools.wraps(original)
     def called(*args: Any, **settings: Any) -> Any:
@@ -172,7 +177,7 @@ def _sizes_together(original: Callable[..., Any], before: int) -> Callable[..., 
 
 
 def _type_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``table.type(x.dtype)`` as ``table.to(x.dtype)``."""
+    """Return ``Tensor.type`` with ``table.type(x.dtype)`` done as ``table.to(x.dtype)``."""
 
     @functools.wraps(original)
     def called(tensor: torch.Tensor, *asked: Any, **settings: Any) -> Any:
@@ -182,7 +187,7 @@ def _type_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ends_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The ends of a type that a proxy's tensor has."""
+    """Return ``torch.finfo`` that also takes the dtype of a proxy."""
 
     def called(*asked: Any) -> Any:
         return original(*(kind.root.found_dtype if isinstance(kind, fx.proxy.Attribute) else kind for kind in asked))
@@ -191,7 +196,10 @@ def _ends_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_written(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A scripted function's call, with proxies that of the function that was scripted, which torch.compile reads."""
+    """Return a scripted function's call that runs the original function for proxies.
+
+    It reads the attribute that torch.compile also reads.
+    """
 
     @functools.wraps(original)
     def called(function: Any, *args: Any, **settings: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Rewrites of graphs as tables: what each does, which library's fault it works around, and what must run before it.
+"""Graph rewrites as tables: what each rewrite does, which library fault it works around, and what must run before it.
 
-A stage (a traced network, one with observers, an exported program …) is a `Table`, whose records run in its order. The
-order is checked when the table is built.
+Each stage of a network has one `Table`: the traced network, the network with observers, the exported program and so on.
+The records of a table run in its order. The order is checked when the table is built.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Final, Generic, Literal, TypeVar
 Graph = TypeVar("Graph")
 Given = TypeVar("Given")
 
-#: Whose faults are worked around. `oneDNN` is in torch and in OpenVINO.
+#: The library whose fault is worked around. `oneDNN` is part of torch and of OpenVINO.
 Library = Literal["onednn", "onnxruntime", "openvino", "tensorrt", "torch", "torch.ao", "torch.onnx"]
-#: What a fault costs: wrong answers or none at all; time; memory.
+#: What a fault costs: wrong or missing answers, time, or memory.
 Cost = Literal["answers", "speed", "memory"]
 
 NOT_MEASURED: Final = "not measured"
@@ -30,20 +30,20 @@ def _always(given: Any) -> bool:
 
 
 def by_graph_alone(write: Callable[[Graph], Any]) -> Callable[[Graph, Any], Any]:
-    """A record's ``apply`` that needs nothing but the graph."""
+    """Turn a function of the graph into a record's ``apply``, which also gets the stage's data."""
     return lambda graph, _: write(graph)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What a library gets wrong, or has no way for.
+    """A fault or a missing feature of a library.
 
     Attributes:
-        library: which one.
-        seen: the version, or versions, that it was seen in.
-        damage: what was measured without the rewrite, or `NOT_MEASURED`.
-        issue: the upstream issue or pull request, where one is known.
-        costs: what suffers.
+        library: the library.
+        seen: the version or versions in which the fault was seen.
+        damage: the measured effect without the rewrite, or `NOT_MEASURED`.
+        issue: the upstream issue or pull request, if one is known.
+        costs: what the fault costs.
     """
 
     library: Library
@@ -58,12 +58,12 @@ class Rewrite(Generic[Graph, Given]):
     """A step that changes a graph in place.
 
     Attributes:
-        name: of the record, in words with hyphens.
-        does: what it does, as a sentence.
-        apply: does it, to a graph, by what the stage is given; it may return in how many places.
-        after: names of records that must have run before it.
-        when: whether it runs at all, by what the stage is given.
-        faults: what it works around; none: it is needed whatever libraries do.
+        name: the name of the record, with hyphens.
+        does: one sentence that says what the rewrite does.
+        apply: the function that rewrites a graph with the data of the stage. It may return the number of changes.
+        after: names of records that must run before this one.
+        when: tells from the data of the stage whether the rewrite runs.
+        faults: the faults that it works around. A rewrite without a fault is needed whatever libraries do.
     """
 
     name: str
@@ -76,15 +76,15 @@ class Rewrite(Generic[Graph, Given]):
 
 @dataclass(frozen=True)
 class Table(Generic[Graph, Given]):
-    """The records of a stage in the order in which they run.
+    """The rewrites of a stage, in the order in which they run.
 
     Attributes:
-        stage: what is rewritten, for people.
-        records: in their order.
-        behind: tables that ran before this one.
+        stage: the name of the stage, for people.
+        records: the rewrites in their order.
+        behind: tables that run before this one.
 
     Raises:
-        ValueError: a name occurs twice, or a record does not stand behind those that must run before it.
+        ValueError: a name occurs twice, or a record comes before one that it must follow.
     """
 
     stage: str
@@ -108,22 +108,22 @@ class Table(Generic[Graph, Given]):
         return {name for table in self.behind for name in (*table._before(), *(each.name for each in table.records))}
 
     def running(self, given: Given) -> Iterator[Rewrite[Graph, Given]]:
-        """The records that run, by what the stage is given."""
+        """Return the records that run with the given data of the stage."""
         left = _left_out.get()
         return (record for record in self.records if record.name not in left and record.when(given))
 
     def run(self, graph: Graph, given: Given) -> bool:
-        """Rewrite a graph, in place, by what the stage is given.
+        """Run all rewrites on a graph, in place.
 
         Returns:
-            Whether a record said that it changed anything; not all of them say it.
+            Whether a record reported a change. Not all records report their changes.
         """
         said = [record.apply(graph, given) for record in self.running(given)]
         return any(said)
 
     @contextlib.contextmanager
     def around(self, graph: Graph, given: Given) -> Iterator[None]:
-        """Hold what the records give, which are context managers, around the block."""
+        """Enter the context managers of the records around the block."""
         with contextlib.ExitStack() as held:
             for record in self.running(given):
                 held.enter_context(record.apply(graph, given))
@@ -132,7 +132,7 @@ class Table(Generic[Graph, Given]):
 
 @contextlib.contextmanager
 def left_out(*names: str) -> Iterator[None]:
-    """Leave the records of these names out of all tables, within the block: to see what they are for."""
+    """Leave the named records out of all tables within the block. Use it to measure what they are for."""
     token = _left_out.set(_left_out.get() | {*names})
     try:
         yield

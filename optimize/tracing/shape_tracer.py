@@ -1,8 +1,8 @@
-"""Tracing a forward that computes with sizes, or branches on them: all but those of the batch are numbers.
+"""Traces a forward that computes with sizes or branches on them. All sizes but the batch size become numbers.
 
-torch.fx gives a proxy for ``x.shape[-1]``, with which a forward can neither branch, nor count, nor call what wants an
-integer. An artifact takes images of one size, so what of a shape does not depend on how many images there are is known:
-a forward is run on three batches beside its tracing, and sizes that are equal in all are numbers in it.
+torch.fx gives a proxy for ``x.shape[-1]``. A forward cannot branch on it, count with it, or pass it where an integer is
+needed. An artifact takes images of one size, so every size that does not depend on the batch is known. The forward runs
+on three batches while it is traced, and sizes that are equal in all three become numbers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from optimize.tracing.foreign_layers import LayerTracer
 from optimize.tracing.proxies import SpokenFor, taken_by_torch
 from optimize.tracing.slice_writes import in_its_memory, written
 
-#: How many images each has. A lone one is the last: some networks cannot take it, and are traced by the others.
+#: Sizes of the batches. The single image is last: some networks cannot take it, and are traced with the other two.
 _BATCHES = (2, 3, 1)
-#: What of a tensor is the same whatever is in it.
+#: Properties of a tensor that do not depend on its values.
 _ASKED_OF_TENSORS = (
     "shape",
     "size",
@@ -41,33 +41,33 @@ _ASKED_OF_TENSORS = (
 
 
 class Shape(tuple[Any, ...]):
-    """A tensor's shape: integers, and proxies of sizes that depend on the batch."""
+    """A tensor's shape: integers, and proxies for sizes that depend on the batch."""
 
     __slots__ = ()
 
     def __getitem__(self, which: Any) -> Any:
-        """A size, or some of them."""
+        """Return one size, or several as a shape."""
         found = super().__getitem__(which)
         return Shape(found) if isinstance(which, slice) else found
 
     def numel(self) -> Any:
-        """How many numbers a tensor of this shape has."""
+        """Return the number of elements of a tensor of this shape."""
         return math.prod(self)
 
 
 class ShapedProxy(SpokenFor):
-    """A value in the graph, whose sizes are integers where they do not depend on the batch."""
+    """A value in the graph whose sizes are integers where they do not depend on the batch."""
 
     tracer: ShapedTracer
-    _is_param = _is_buffer = False  # which torch asks of whatever is a tensor
+    _is_param = _is_buffer = False  # torch reads these on every tensor
 
     def stands_for(self, asks: str) -> type:
-        """See `SpokenFor`: a tensor, where it gives one."""
+        """See `SpokenFor`: a tensor, if the node gives one."""
         return torch.Tensor if self.tracer.is_tensor(self.node) else type(self)
 
     @property
     def device(self) -> fx.proxy.Attribute:
-        """As of a tensor; what runs the graph may be elsewhere, so that only its kind is known."""
+        """As of a tensor. Only the kind is known, because the graph may run on another device."""
         return Device(self, "device")
 
     def get_device(self) -> int:
@@ -91,7 +91,7 @@ class ShapedProxy(SpokenFor):
 
     @property
     def found_dtype(self) -> torch.dtype:
-        """The type that it had of the example: what asks it as ``dtype`` may be run in another."""
+        """The dtype with the example. The graph may run in another one, which ``dtype`` reads at run time."""
         dtype: torch.dtype = self.tracer.found(self.node)[0].dtype
         return dtype
 
@@ -108,14 +108,14 @@ class ShapedProxy(SpokenFor):
         return self.tracer.create_proxy("call_method", "dim", (self,), {})
 
     def __len__(self) -> int:
-        """As of a tensor, where it does not depend on the batch."""
+        """As of a tensor, if the length does not depend on the batch."""
         found = self.tracer.found(self.node)
         if isinstance(found[0], torch.Tensor | tuple | list) and _alike(found, len):
             return len(found[0])
         return int(super().__len__())
 
     def __iter__(self) -> Iterator[Any]:
-        """Over what a call gave that gives a tuple, or over a tensor's rows."""
+        """Iterate over the tuple that a call returned, or over a tensor's rows."""
         found = self.tracer.found(self.node)
         if isinstance(found[0], torch.Tensor | tuple | list) and _alike(found, len):
             return iter(
@@ -127,7 +127,7 @@ class ShapedProxy(SpokenFor):
         return super().__iter__()
 
     def __int__(self) -> int:
-        """Of a size, or of what is told of one, where it does not depend on the batch."""
+        """Return a size, or a number computed from sizes, if it does not depend on the batch."""
         return int(self.tracer.number(self))
 
     def __float__(self) -> float:
@@ -135,17 +135,17 @@ class ShapedProxy(SpokenFor):
         return float(self.tracer.number(self))
 
     def __setitem__(self, which: Any, value: Any) -> None:
-        """As of a tensor: this is the tensor with the value in it from here on."""
+        """As of a tensor. From here on the proxy stands for the tensor with the value written to it."""
         self.node = self.tracer.write(self, which, value)
 
 
 class Device(fx.proxy.Attribute):
-    """A tensor's device in the graph; a forward that asks for its kind goes as it does on a CPU."""
+    """A tensor's device in the graph. A forward that asks for its kind hears that it is a CPU."""
 
     type, index = "cpu", None
 
     def __eq__(self, other: object) -> bool:
-        """As of a CPU; others that are asked for in the graph are one, too."""
+        """As of a CPU device. All devices in the graph are equal to it."""
         return isinstance(other, Device) or torch.device("cpu") == other
 
     def __ne__(self, other: object) -> bool:
@@ -160,35 +160,35 @@ class Device(fx.proxy.Attribute):
 
 
 class ShapedTracer(LayerTracer):
-    """See the module.
+    """Traces a forward with known sizes, see the module.
 
     Args:
-        example: an input ``(N, C, H, W)``; only its shape and type matter.
+        example: an input ``(N, C, H, W)``. Only its shape and dtype matter.
         whole: see `LayerTracer`.
-        kept: likewise.
+        kept: see `LayerTracer`.
     """
 
     def __init__(self, example: torch.Tensor, whole: bool = False, kept: Container[str] = ()) -> None:
         super().__init__(whole, kept)
         self._batches = tuple(example[:1].repeat(count, *[1] * (example.dim() - 1)) for count in _BATCHES)
         self._found: dict[fx.Node, tuple[Any, ...]] = {}
-        self._runs = len(_BATCHES)  # of which what a node gives is known
+        self._runs = len(_BATCHES)  # number of batches for which values are known
         self._twin: nn.Module | None = None
         self._running = False
         self._overwritten: set[fx.Node] = set()
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """See `fx.Tracer`."""
-        self._twin = copy.deepcopy(root).eval()  # in training, norms would take note of the examples
+        self._twin = copy.deepcopy(root).eval()  # in training mode, norms would update their statistics
         with taken_by_torch():
             traced = super().trace(root, concrete_args)
-        # A pickled graph module is traced again by its graph's tracer, which has no example then, nor needs one.
+        # A pickled graph module is traced again by its graph's tracer class, which then has no example and needs none.
         graph = fx.Graph(tracer_cls=LayerTracer)
         graph.output(graph.graph_copy(traced, {}))
         return graph
 
     def found(self, node: fx.Node) -> tuple[Any, ...]:
-        """What a node gives of each batch."""
+        """Return the values of a node, one for each batch."""
         if node not in self._found and node.op == "get_attr":
             assert isinstance(self.root, nn.Module)
             with self._aside():
@@ -197,7 +197,7 @@ class ShapedTracer(LayerTracer):
         return self._found[node][: self._runs]
 
     def is_tensor(self, node: fx.Node) -> bool:
-        """Whether a node gives a tensor, as far as is known."""
+        """Tell whether a node is known to give a tensor."""
         return node.op == "get_attr" or isinstance(self._found.get(node, (None,))[0], torch.Tensor)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -207,14 +207,14 @@ class ShapedTracer(LayerTracer):
     def create_arg(self, a: Any) -> Any:
         """See `fx.Tracer`."""
         if isinstance(a, fx.Proxy):
-            return a.node  # before it is asked whether it is a tensor
+            return a.node  # before anything asks whether it is a tensor
         return super().create_arg(tuple(a) if isinstance(a, Shape) else a)
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
         """See `fx.Tracer`.
 
         Raises:
-            TraceError: it reads what was written into by another name, and would be as it was before.
+            TraceError: the node reads a tensor by an old name after it was written to, and would get the old values.
         """
         node = super().create_node(kind, target, args, kwargs, *rest, **named)
         if not self._overwritten.isdisjoint(node.all_input_nodes):
@@ -222,12 +222,12 @@ class ShapedTracer(LayerTracer):
         return node
 
     def write(self, tensor: ShapedProxy, which: Any, value: Any) -> fx.Node:
-        """The node that gives what ``tensor`` is after ``tensor[which] = value``.
+        """Return the node of ``tensor`` after ``tensor[which] = value``.
 
-        What lay in the same memory has changed, too, and in the graph it has not: from here on nobody may read it.
+        Other tensors in the same memory have changed too, but not in the graph. From here on, reading them is an error.
 
         Raises:
-            TraceError: it cannot be said as a concatenation, see `written`.
+            TraceError: the write is no concatenation, see `written`.
         """
         found = self.found(tensor.node)
         if not isinstance(found[0], torch.Tensor):
@@ -249,7 +249,7 @@ class ShapedTracer(LayerTracer):
         return proxy
 
     def _each(self, node: fx.Node) -> Iterator[Any]:
-        """What a node gives of each batch, without the lone image where the network cannot take one."""
+        """Yield the values of a node for each batch. The single image is left out if the network cannot take it."""
         for which in range(self._runs):
             try:
                 yield self._computed(node, which)
@@ -263,7 +263,7 @@ class ShapedTracer(LayerTracer):
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """For what is run beside the tracing: it goes through modules that report to this tracer."""
+        """Mark calls that run beside the tracing. They go through modules that report to this tracer."""
         before, self._running = self._running, True
         try:
             yield
@@ -279,14 +279,14 @@ class ShapedTracer(LayerTracer):
         return attr_val if self._running else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """See `fx.Tracer`: which way a forward goes, where that depends on sizes, and not on what is in a tensor."""
+        """See `fx.Tracer`. A branch may depend on sizes, but not on the values of a tensor."""
         return bool(self.number(obj, "symbolically traced variables cannot be used as inputs to control flow"))
 
     def number(self, proxy: fx.Proxy, otherwise: str = "it makes a number of what is not one for all images") -> Any:
-        """A number that is the same for each batch, and for whatever is in the images.
+        """Return a number that is the same for all batches and does not depend on the values of the images.
 
         Raises:
-            TraceError: there is none, which is said.
+            TraceError: there is no such number. Its message is ``otherwise``.
         """
         values = self.found(proxy.node)
         if isinstance(values[0], bool | int | float) and _alike(values) and self._known(proxy.node):
@@ -306,7 +306,7 @@ class ShapedTracer(LayerTracer):
         return called(*args, **kwargs)
 
     def _known(self, node: fx.Node) -> bool:
-        """Whether a value depends on no more of any tensor than what is the same for all images."""
+        """Tell whether a value depends only on properties of tensors that are the same for all images."""
         if isinstance(self.found(node)[0], torch.Tensor):
             return False
         asked = node.args[1] if node.target is getattr else node.target
@@ -316,6 +316,6 @@ class ShapedTracer(LayerTracer):
 
 
 def _alike(values: Iterable[Any], asked: Callable[[Any], Any] = lambda value: value) -> bool:
-    """Whether what is asked of each is the same."""
+    """Tell whether a function gives the same result for all values."""
     first, *others = map(asked, values)
     return all(other == first for other in others)

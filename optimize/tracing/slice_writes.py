@@ -1,6 +1,6 @@
-"""A traced forward that writes into a part of a tensor (``x[:, 1:] += y``): the tensor is put together of its parts.
+"""Traces a write into a part of a tensor (``x[:, 1:] += y``) as a concatenation of the tensor's parts.
 
-A graph's values do not change: what comes behind reads a concatenation of what is written and of what is beside it.
+Values in a graph do not change. Later readers read a concatenation of the written value and the parts beside it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import torch
 from torch import fx
 from torch.fx.proxy import TraceError
 
-#: An axis that is not written whole: its number, from where to where it is, and its size.
+#: An axis that is written in part: its number, the start and end of that part, and its size.
 _Place = tuple[int, int, int, int]
 
 
 def written(
     tensor: torch.Tensor, which: Any, value: Any, asked: Callable[[Any], tuple[torch.Tensor, ...]]
 ) -> torch.Tensor:
-    """What a tensor is after ``tensor[which] = value``; it is left as it is.
+    """Return a tensor as it is after ``tensor[which] = value``. The given tensor does not change.
 
     Args:
-        tensor: a proxy of one.
-        which: integers, slices without steps, and an ellipsis; axes that differ between the batches are whole.
-        value: what is written: a number, or a tensor that is spread as PyTorch does.
-        asked: what a tensor is for batches of several sizes.
+        tensor: a proxy of a tensor.
+        which: integers, slices without steps, and an ellipsis. Axes whose size depends on the batch must be whole.
+        value: a number, or a tensor that is broadcast as in PyTorch.
+        asked: gives the values of a proxy for batches of several sizes.
 
     Raises:
-        TraceError: it is written by a mask, by a list of places, in steps, or at places of the batch; or how
-            many axes it has depends on the batch.
+        TraceError: the index is a mask, a list, has steps, or selects a part of the batch. Or the number of axes
+            depends on the batch.
     """
     found = asked(tensor)
     if len({batch.dim() for batch in found}) > 1:
@@ -59,7 +59,7 @@ def written(
 
 
 def in_its_memory(value: Any, found: Iterable[tuple[fx.Node, Any]]) -> set[fx.Node]:
-    """The nodes that gave what lies where a tensor lies: views of it, what it is a view of, and itself."""
+    """Return the nodes that share memory with a tensor: its views, the tensor that it is a view of, and itself."""
     place = value.untyped_storage().data_ptr()
     return {
         node for node, other in found if isinstance(other, torch.Tensor) and other.untyped_storage().data_ptr() == place
@@ -67,13 +67,13 @@ def in_its_memory(value: Any, found: Iterable[tuple[fx.Node, Any]]) -> set[fx.No
 
 
 def _entries(which: Any, rank: int) -> list[int | slice]:
-    """One entry for each axis.
+    """Return one index entry for each axis.
 
     Raises:
-        TraceError: there are others than integers and slices.
+        TraceError: an entry is neither an integer nor a slice.
     """
     given = list(which) if isinstance(which, tuple) else [which]
-    place = next((number for number, entry in enumerate(given) if entry is Ellipsis), None)  # `in` would ask a proxy
+    place = next((number for number, entry in enumerate(given) if entry is Ellipsis), None)  # `in` compares proxies
     if place is not None:
         given[place : place + 1] = [slice(None)] * (rank - len(given) + 1)
     for entry in given:
@@ -86,10 +86,10 @@ def _entries(which: Any, rank: int) -> list[int | slice]:
 
 
 def _ends(entry: int | slice, size: int, varies: bool) -> tuple[int, int]:
-    """From where to where one axis is written.
+    """Return the start and the end of the written part of one axis.
 
     Raises:
-        TraceError: in a part of the batch.
+        TraceError: it is a part of the batch.
     """
     if isinstance(entry, slice) and entry.start in (None, 0) and entry.stop is None:
         return 0, size
@@ -101,7 +101,7 @@ def _ends(entry: int | slice, size: int, varies: bool) -> tuple[int, int]:
 
 
 def _put(tensor: torch.Tensor, places: Sequence[_Place], value: torch.Tensor) -> torch.Tensor:
-    """A tensor with a value, which has all its axes, in some places of it."""
+    """Return a tensor with a value written to some places. The value has all axes of the tensor."""
     if not places:
         return value
     (axis, low, high, size), *rest = places

@@ -1,4 +1,4 @@
-"""From a module to its FX graph."""
+"""Symbolic tracing: from a module to its FX graph."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ from optimize.tracing.proxies import taken_for_tensors, without_proxies
 from optimize.tracing.shape_tracer import ShapedTracer
 from serve.runtime.errors import one_line
 
-#: In a traced module's ``meta``: by name a sentence on each layer that stays what it is, and of none on the network.
+#: Key in a traced module's ``meta``: a sentence for each layer that was left unchanged, by layer name. The empty name
+#: stands for the whole network.
 LEFT = "left"
 
 
 def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphModule:
     """Symbolically trace a module in eval mode.
 
-    ``example`` is an input ``(N, C, H, W)``: of a forward that branches on sizes, or counts with them, those beside the
-    batch are taken from it, see `optimize.tracing.shape_tracer`; without it such a forward is refused.
+    ``example`` is an input ``(N, C, H, W)``. A forward that branches on sizes or computes with them is traced for the
+    sizes of the example, except the batch size; see `optimize.tracing.shape_tracer`. Without an example such a forward
+    is refused.
 
-    Eval matters: FX bakes ``self.training`` into calls such as ``F.dropout(x, training=…)`` and
-    torchvision's ``stochastic_depth``; traced in training mode they would stay active for ever. Such a dropout is a
-    layer with an example where its answer is written into, see `optimize.tracing.needed_dropouts`.
+    Eval mode matters. FX stores ``self.training`` in calls such as ``F.dropout(x, training=…)`` and torchvision's
+    ``stochastic_depth``. Traced in training mode they would stay active for ever. With an example, a dropout whose
+    result is overwritten becomes a layer; see `optimize.tracing.needed_dropouts`.
 
-    A module within the network whose forward cannot be traced stays one call of itself, as long as there are other
-    layers with weights. Autocast is left out. `LEFT` of the graph module's ``meta`` says both.
+    A submodule whose forward cannot be traced stays one call, as long as there are other layers with weights. Autocast
+    is removed. Both are reported in `LEFT` of the graph module's ``meta``.
 
-    Inputs beside the images have their defaults. Subclasses of torch's layers become torch's own, where they compute
+    Inputs other than the images take their defaults. Subclasses of torch's layers become torch's own where they compute
     the same; see `optimize.tracing.foreign_layers`.
 
     Raises:
-        PassError: its forward cannot be traced, such as one that branches on tensor values.
+        PassError: the forward cannot be traced, for example because it branches on tensor values.
     """
     tracer, graph, kept = _traced(module.eval(), example)
     graph_module = fx.GraphModule(tracer.root, graph, type(module).__name__)
@@ -58,27 +60,29 @@ def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphMod
 
 
 def note_shapes(graph_module: fx.GraphModule, example: torch.Tensor) -> None:
-    """Note at each node which shape and type it gives of ``example``, ``(N, C, H, W)``, as its ``tensor_meta``."""
+    """Note the shape and dtype of each node for ``example``, ``(N, C, H, W)``, as its ``tensor_meta``."""
     with torch.no_grad():
         ShapeProp(graph_module).propagate(example.clone())  # a network may change its images in place
 
 
 def calls(graph_module: fx.GraphModule) -> Counter[int]:
-    """How often each layer is called, by its `id`: one that has two names is one layer."""
+    """Count the calls of each layer by its `id`. A layer with two names is one layer."""
     called = (node.target for node in graph_module.graph.nodes if node.op == "call_module")
     return Counter(id(graph_module.get_submodule(str(name))) for name in called)
 
 
 def _traced(module: nn.Module, example: torch.Tensor | None) -> tuple[fx.Tracer, fx.Graph, dict[str, str]]:
-    """A module's graph, who traced it, with all sizes as calls where that is possible, and which modules stay one call.
+    """Return the tracer, the graph, and a reason for each submodule that stays one call.
+
+    All sizes are calls in the graph where that is possible.
 
     Raises:
-        PassError: its forward cannot be traced.
+        PassError: the forward cannot be traced.
     """
-    # Into torch's transformers where that is possible: by a mask they may go another way.
+    # Trace into torch's transformers if possible. With a mask they may take another branch.
     wholes = (False, True) if any(type(layer) in OF_LAYERS for layer in module.modules()) else (False,)
     ways = list(itertools.product(wholes, (False, True) if example is not None else (False,)))
-    # All of it, if that can be; else with modules kept, by the most able tracer first, which keeps the fewest.
+    # First the whole network. Then with some modules kept, and the most able tracer first, as it keeps the fewest.
     attempts = [
         *((whole, shaped, False) for whole, shaped in ways),
         *((whole, shaped, True) for whole, shaped in reversed(ways)),
@@ -92,7 +96,7 @@ def _traced(module: nn.Module, example: torch.Tensor | None) -> tuple[fx.Tracer,
             try:
                 with taken_for_tensors(), without_proxies(module), without_autocast(kept):
                     graph = tracer.trace(module)
-                graph.lint()  # what a forward keeps elsewhere, and finds there, may be another graph's
+                graph.lint()  # a value that a forward stored and reads again may belong to another graph
                 return tracer, graph, kept
             except Exception as error:  # noqa: BLE001 - the user's forward runs on proxies and may raise anything
                 errors.append(error)
@@ -104,16 +108,16 @@ def _traced(module: nn.Module, example: torch.Tensor | None) -> tuple[fx.Tracer,
 
 
 def _weights_beside(module: nn.Module, kept: Iterable[str]) -> bool:
-    """Whether a network has weights outside of the modules of these names."""
+    """Tell whether a network has weights outside the named modules."""
     inside = {id(parameter) for name in kept for parameter in module.get_submodule(name).parameters()}
     return any(id(parameter) not in inside for parameter in module.parameters())
 
 
 @contextlib.contextmanager
 def without_autocast(left: dict[str, str] | None = None) -> Iterator[None]:
-    """Within the block no autocast changes anything, and ``left`` has a sentence if there was one; see `LEFT`.
+    """Disable autocast within the block, and write a sentence to ``left`` if there was one; see `LEFT`.
 
-    What is traced has none, and a module that is kept would be of another type than an ONNX engine computes.
+    A traced graph has no autocast. A module that stays one call would compute in another type than an ONNX engine does.
     """
     before = torch.autocast.__enter__, torch.autocast.__exit__
 
@@ -131,10 +135,10 @@ def without_autocast(left: dict[str, str] | None = None) -> Iterator[None]:
 
 
 def graph_as_is(module: nn.Module, example: torch.Tensor | None = None, *, training: bool = False) -> fx.Graph:
-    """The graph of a module whose layers stay what they are, in the mode in which it is to be run.
+    """Return the graph of a module with its layers unchanged, in the mode in which it is to run.
 
-    `trace` makes a module that computes the same in eval mode; this is of the module itself, to be trained in it. Of a
-    graph module it is its own graph.
+    `trace` makes a new module that computes the same in eval mode. This graph is of the module itself, so that it can
+    be trained. For a graph module it is a copy of its own graph.
 
     Raises:
         PassError: as `trace`.
@@ -151,9 +155,9 @@ def graph_as_is(module: nn.Module, example: torch.Tensor | None = None, *, train
 
 
 def _ask_the_images(graph_module: fx.GraphModule) -> None:
-    """Ask the images, and no weight, for the device and the type that a forward makes tensors of.
+    """Take device and dtype of new tensors from the images instead of a weight.
 
-    XCiT's positions are made on the device of a layer's weight; in integers that is a method of the layer's.
+    XCiT creates its positions on the device of a layer's weight. In an int8 layer ``weight`` is a method.
     """
     graph = graph_module.graph
     images = next(node for node in graph.nodes if node.op == "placeholder")
@@ -167,16 +171,17 @@ def _ask_the_images(graph_module: fx.GraphModule) -> None:
 
 
 def _detach(graph_module: fx.GraphModule) -> None:
-    """Write ``x.data`` as ``x.detach()``: torch (2.11 to 2.14) exports what the former gives as a constant."""
+    """Write ``x.data`` as ``x.detach()``. Torch (2.11 to 2.14) exports the value of ``x.data`` as a constant."""
     for node in graph_module.graph.nodes:
         if node.target is getattr and node.args[1:] == ("data",):
             node.op, node.target, node.args = "call_method", "detach", node.args[:1]
 
 
 def _set(graph_module: fx.GraphModule) -> None:
-    """Have who reads a tensor behind ``y.set_(x)`` read the other one, as reversible networks have it, or none.
+    """Make readers of a tensor after ``y.set_(x)`` read ``x``. Reversible networks use it.
 
-    torch (2.11 to 2.14) has no gradient of it, and its exporter no translation.
+    ``y.set_()`` without ``x`` empties ``y``. Torch (2.11 to 2.14) has no gradient for either, and its exporter has no
+    translation.
     """
     for node in list(graph_module.graph.nodes):
         if node.op != "call_method" or node.target != "set_" or len(node.args) > 2:
@@ -184,7 +189,7 @@ def _set(graph_module: fx.GraphModule) -> None:
         tensor = node.args[0]
         readers = {reader for reader in (*node.users, *tensor.users) if reader > node}
         if len(node.args) == 1 and readers:
-            continue  # of what is empty now
+            continue  # the tensor is empty from here on
         for reader in readers:
             for name in (node, tensor):
                 reader.replace_input_with(name, node.args[1])
@@ -192,7 +197,7 @@ def _set(graph_module: fx.GraphModule) -> None:
 
 
 def _settle_numbers(graph_module: fx.GraphModule) -> None:
-    """Put what a tensor of the network's says as a number, ``self.temperature.item()``, in the place of its asking."""
+    """Replace numbers read from the network's own tensors, such as ``self.temperature.item()``, by their value."""
     known: dict[fx.Node, Any] = {}
     for node in graph_module.graph.nodes:
         node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: known.get(used, used))

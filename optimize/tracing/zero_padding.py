@@ -1,11 +1,11 @@
-"""Zeros that a network puts around its images itself, as the padding of the convolution behind them.
+"""Folds zero padding of a network into the convolution behind it.
 
 Networks that were converted from TensorFlow have ``nn.ZeroPad2d`` or ``torch.nn.functional.pad`` in front of their
-convolutions. Engines fold that in a float graph. Between a dequantizer and a quantizer none of them does, and the int8
+convolutions. Engines fold that in a float graph. None folds it between a dequantizer and a quantizer, and the int8
 graph would be slower than the float one.
 
-Torch's convolutions pad alike before and behind. What is uneven stays here, and is folded where a form is written that
-can have it: see `optimize.quantization.lowering.uneven_padding`.
+Torch's convolutions pad evenly on both sides. Uneven padding stays a pad here.
+`optimize.quantization.lowering.uneven_padding` folds it into formats that support it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ from optimize.tracing.naming import free_name
 from optimize.tracing.trace import calls
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-#: Zeros around lines, maps and bodies.
+#: Zero padding in one, two and three dimensions.
 LAYERS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
 _ZEROS = (*LAYERS, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
-#: Activations that give 0 for 0, number by number.
+#: Elementwise activations that give 0 for 0.
 _KEEP_ZERO = frozenset({nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardswish, nn.SiLU, nn.GELU})
 _KEEP_ZERO_FUNCTIONS = frozenset({functional.relu, functional.relu6, torch.relu, functional.hardswish, functional.silu})
 
 
 def call_pads(module: fx.GraphModule) -> int:
-    """Write zeros that convolutions alone read as layers, and others as calls of `torch.nn.functional.pad`, in place.
+    """Write zero padding that only convolutions read as layers, and other padding as function calls, in place.
 
-    So that who has such a network prepared for quantization can tell them apart: the former are of places and have the
-    scale of what they are put around.
+    The quantizer can then tell them apart. A padding layer extends a map, and has the scale of its input.
 
     Args:
         module: traced.
 
     Returns:
-        How many layers were written.
+        The number of layers written.
     """
     written = 0
     for node in list(module.graph.nodes):
@@ -77,23 +76,23 @@ def _layer_of(module: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _as_layer(sides: tuple[int, ...], axes: int) -> nn.Module:
-    """Zeros of places along a convolution's axes, as a layer."""
+    """Return the padding along a convolution's axes as a layer."""
     kind: Any = LAYERS[axes - 1]
     found: nn.Module = kind((*sides, *[0] * 2 * axes)[: 2 * axes])
     return found
 
 
 def fold_padding(module: fx.GraphModule) -> int:
-    """Make zeros around an image the padding of the convolutions that read them, in place: the same sums.
+    """Turn zero padding into the padding of the convolutions that read it, in place. The sums stay the same.
 
-    An activation between the two that gives 0 for 0 is computed in front of the zeros then. What another layer than a
-    convolution reads keeps its zeros, as does what lies around channels or has another number or another mode.
+    An activation between the two that gives 0 for 0 moves in front of the padding. Padding stays if another layer reads
+    it, if it is around channels, or if it has another value or mode.
 
     Args:
         module: traced.
 
     Returns:
-        How many convolutions got padding.
+        The number of convolutions that got padding.
     """
     called = calls(module)
     for node in list(module.graph.nodes):
@@ -123,9 +122,9 @@ def fold_padding(module: fx.GraphModule) -> int:
 
 
 def zeros_around(node: Any) -> tuple[int, ...] | None:
-    """How many zeros a call of `torch.nn.functional.pad` puts around places, the last axis first; None for other nodes.
+    """Return the zeros that ``torch.nn.functional.pad`` puts on each side, last axis first; None for other nodes.
 
-    None as well where it cuts off places, or how many there are is computed.
+    It is also None if the call crops, or if the amounts are computed.
     """
     if not isinstance(node, fx.Node) or node.op != "call_function" or node.target is not functional.pad:
         return None
@@ -139,7 +138,7 @@ def zeros_around(node: Any) -> tuple[int, ...] | None:
 
 
 def around(module: fx.GraphModule, node: fx.Node) -> tuple[int, ...] | None:
-    """As `zeros_around`, of layers as well."""
+    """Return the same as `zeros_around`, also for padding layers."""
     layer = _layer_of(module, node)
     if type(layer) in _ZEROS and layer.value == 0 and all(side >= 0 for side in layer.padding):
         return tuple(layer.padding)
@@ -147,7 +146,10 @@ def around(module: fx.GraphModule, node: fx.Node) -> tuple[int, ...] | None:
 
 
 def of_places(sides: tuple[int, ...] | None, axes: int) -> tuple[tuple[int, int], ...] | None:
-    """Zeros before and behind along each axis of a convolution; None: there are none, or some are around channels."""
+    """Return the zeros before and after each axis of a convolution.
+
+    None: there are no zeros, or some are around channels.
+    """
     if sides is None or not any(sides) or any(sides[2 * axes :]):
         return None
     ends = [(before, behind) for before, behind in zip(sides[::2], sides[1::2], strict=True)][:axes]
@@ -155,7 +157,7 @@ def of_places(sides: tuple[int, ...] | None, axes: int) -> tuple[tuple[int, int]
 
 
 def _even(sides: tuple[int, ...] | None, layer: Any) -> tuple[int, ...] | None:
-    """What a convolution can pad with itself along each axis; None where it cannot."""
+    """Return the padding that a convolution can do itself along each axis; None if it cannot."""
     ends = of_places(sides, len(layer.kernel_size))
     plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     if ends is None or not plain or any(before != behind for before, behind in ends):
@@ -164,7 +166,7 @@ def _even(sides: tuple[int, ...] | None, layer: Any) -> tuple[int, ...] | None:
 
 
 def _put_behind_activations(module: fx.GraphModule, node: fx.Node) -> None:
-    """Put zeros around what an activation gives that was given them, in place, if it alone is."""
+    """Move padding behind an activation that is its only reader, in place."""
     sides = around(module, node)
     while sides is not None and len(node.users) == 1:
         (reader,), (given,) = node.users, node.all_input_nodes
@@ -177,7 +179,7 @@ def _put_behind_activations(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _put_together(module: fx.GraphModule, node: fx.Node) -> None:
-    """Write zeros around zeros as one call, in place, if nothing reads what is between them."""
+    """Merge two directly nested paddings into one call, in place, if nothing else reads the inner one."""
     sides = around(module, node)
     before = node.all_input_nodes[0] if sides is not None else None
     inner = around(module, before) if before is not None and len(before.users) == 1 else None
@@ -194,7 +196,10 @@ def _put_together(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _keeps_zero(module: fx.GraphModule, node: fx.Node, given: fx.Node) -> bool:
-    """Whether a node is such an activation; one that writes into what it is given, only if nothing else reads that."""
+    """Tell whether a node is an activation that gives 0 for 0.
+
+    If it works in place, it must also be the only reader of its input.
+    """
     if node.op == "call_module":
         layer: Any = module.get_submodule(str(node.target))
         found, writes = type(layer) in _KEEP_ZERO, getattr(layer, "inplace", False)
@@ -205,6 +210,6 @@ def _keeps_zero(module: fx.GraphModule, node: fx.Node, given: fx.Node) -> bool:
 
 
 def _is_alone(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node gives a tensor of its own to one reader: of what a layer with weights gives, there is no view."""
+    """Tell whether a node owns its tensor and has one reader. The output of a layer with weights is never a view."""
     layer = _layer_of(module, node)
     return len(node.users) == 1 and isinstance(layer, (_ConvNd, _BatchNorm))

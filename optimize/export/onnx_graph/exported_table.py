@@ -1,4 +1,4 @@
-"""What is rewritten on the way to an ONNX file, in its order, and whose fault that is."""
+"""The rewrites on the way to an ONNX file, in their order, with the library faults that they work around."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def _on_graph(write: Callable[[fx.GraphModule], Any]) -> Callable[[ExportedProgr
     return lambda program, _: write(program.graph_module)
 
 
-#: What is held around an export: its records give context managers.
+#: Rewrites that hold during an export. Their records return context managers.
 EXPORTING: Final = Table[nn.Module, None](
     "around the export",
     (
         Rewrite(
             "nothing-learned",
-            "Has no parameter ask for a gradient.",
+            "Turns the gradients of all parameters off during the export.",
             by_graph_alone(nothing_learned),
             faults=(Fault("torch.onnx", "2.14", "the export of a MaxViT that takes pixels fails"),),
         ),
         Rewrite(
             "no-source-lines",
-            "Has torch note at no node which source lines it is from.",
+            "Stops torch from recording the source lines of each node.",
             lambda module, _: unplaced(),
-            faults=(Fault("torch", _TORCH, "a tenth of the way to an int8 graph", costs="speed"),),
+            faults=(Fault("torch", _TORCH, "a tenth of the time to write an int8 graph", costs="speed"),),
         ),
         Rewrite(
             "read-translations-once",
@@ -75,14 +75,18 @@ EXPORTING: Final = Table[nn.Module, None](
             faults=(Fault("torch.onnx", _TORCH, "a third to three quarters of an export's time", costs="speed"),),
         ),
         Rewrite(
-            "promote-by-notes",
+            "Lets the exporter promote types by the types noted at nodes, without running the program.",
             "Lets the exporter promote types by what is noted at nodes, and not by running the program.",
             lambda module, _: promoted_by_notes(),
-            faults=(Fault("torch.onnx", _TORCH, "a tenth of an export, two of an int8 graph's", costs="speed"),),
+            faults=(
+                Fault(
+                    "torch.onnx", _TORCH, "a tenth of the time of an export, a fifth for an int8 graph", costs="speed"
+                ),
+            ),
         ),
         Rewrite(
             "release-weights",
-            "Has the exporter's rules release the weights of the graph that they saw last.",
+            "Makes the exporter's rules release the weights of the graph that they saw last.",
             lambda module, _: let_go(),
             faults=(Fault("torch.onnx", "onnxscript 0.7.2", "160 MB held after an export of 160 MB", costs="memory"),),
         ),
@@ -95,13 +99,13 @@ EXPORTED: Final = Table[ExportedProgram, None](
     (
         Rewrite(
             "pool-of-all-places",
-            "Writes a pool of all places as the mean that it is.",
+            "Writes a pool over a whole map as a mean.",
             _on_graph(write_out_means),
             faults=(Fault("openvino", _OPENVINO),),
         ),
         Rewrite(
             "pool-divisors",
-            "Writes averages that divide by other numbers than those of places as ones that do not, times a share.",
+            "Writes averages that do not divide by the number of places as plain averages times a factor.",
             _on_graph(write_out_shares),
             faults=(
                 Fault("torch.onnx", _TORCH),
@@ -111,24 +115,24 @@ EXPORTED: Final = Table[ExportedProgram, None](
         ),
         Rewrite(
             "adaptive-maxima",
-            "Writes adaptive maxima of so many places that do not divide the image as maxima of slices.",
+            "Writes an adaptive maximum as maxima of slices where its output size does not divide the image.",
             _on_graph(write_out_maxima),
             faults=(Fault("torch.onnx", _TORCH, "no translation"),),
         ),
         Rewrite(
             "padded-pools",
-            "Puts a maximum with the lowest float between zeros around an image and a pool.",
+            "Puts a maximum with the lowest float between zero padding and a pool.",
             _on_graph(part_borders),
             after=("pool-divisors", "adaptive-maxima"),
             faults=(
-                Fault("onnxruntime", _ONNXRUNTIME, "off by 1.2, of numbers from −1.5 to −0.5", "onnxruntime 18136"),
+                Fault("onnxruntime", _ONNXRUNTIME, "off by 1.2, with values from −1.5 to −0.5", "onnxruntime 18136"),
             ),
         ),
         Rewrite(
             "circular-borders",
-            "Writes a border of what lies on the other side as slices that are put together.",
+            "Writes circular padding as a concatenation of slices.",
             _on_graph(write_out_circles),
-            faults=(Fault("openvino", _OPENVINO, "the graph is not opened"),),
+            faults=(Fault("openvino", _OPENVINO, "the graph cannot be opened"),),
         ),
         Rewrite(
             "attention-rank",
@@ -138,13 +142,13 @@ EXPORTED: Final = Table[ExportedProgram, None](
         ),
         Rewrite(
             "instance-norms",
-            "Writes an instance norm by learned statistics as the batch norm that it is.",
+            "Writes an instance norm that uses running statistics as a batch norm.",
             _on_graph(write_out_norms),
             faults=(Fault("openvino", _OPENVINO),),
         ),
         Rewrite(
             "random-slopes",
-            "Writes a ReLU whose slope was drawn in training as one of the mean slope.",
+            "Writes a ReLU with a random slope in training as one with the mean slope.",
             _on_graph(write_out_slopes),
             faults=(Fault("torch.onnx", _TORCH, "no translation"),),
         ),
@@ -156,36 +160,40 @@ EXPORTED: Final = Table[ExportedProgram, None](
         ),
         Rewrite(
             "variances",
-            "Writes variances and deviations as the means that they are.",
+            "Writes variances and standard deviations as means.",
             _on_graph(write_out_deviations),
-            faults=(Fault("openvino", _OPENVINO, "19.4 dB of what the integers mean, in a small network"),),
+            faults=(Fault("openvino", _OPENVINO, "19.4 dB to the exact result of the integers, in a small network"),),
         ),
         Rewrite(
             "untranslated-operators",
-            "Writes operators that the exporter has no translation of as others that it has.",
+            "Writes operators that the exporter cannot translate as operators that it can.",
             _on_graph(write_out_untranslated),
             faults=(Fault("torch.onnx", _TORCH, "no translation"),),
         ),
         Rewrite(
             "copies-for-each-image",
-            "Writes what is the same for each image as a sum with a zero of each.",
+            "Adds a zero of each image to tensors that are the same for all images.",
             by_graph_alone(write_out_copies),
             after=("instance-norms", "variances", "untranslated-operators"),
             faults=(
-                Fault("openvino", _OPENVINO, "−1.9 dB of what the integers mean in a small network, EdgeNeXt 4.8"),
+                Fault(
+                    "openvino",
+                    _OPENVINO,
+                    "−1.9 dB to the exact result of the integers in a small network, 4.8 dB in EdgeNeXt",
+                ),
             ),
         ),
     ),
     behind=(EXPORTING,),
 )
 
-#: The ONNX graph that torch's exporter has written.
+#: The ONNX graph as torch's exporter wrote it.
 WRITTEN: Final = Table[onnx.ModelProto, None](
     "ONNX graph",
     (
         Rewrite(
             "cast-pixels-first",
-            "Has all read the floats of integer pixels, their shape, too.",
+            "Makes all nodes read the float copy of integer pixels, also those that read the shape.",
             by_graph_alone(cast_first),
             faults=(Fault("tensorrt", "10 and 11"),),
         ),
@@ -199,19 +207,19 @@ WRITTEN_FOR_CPUS: Final = Table[onnx.ModelProto, None](
     (
         Rewrite(
             "float-layers",
-            "Dequantizes what layers in float read channel by channel, all by one scale.",
+            "Dequantizes the inputs of float layers per channel, with one scale for all channels.",
             by_graph_alone(keep_in_float),
             faults=(Fault("onnxruntime", _ONNXRUNTIME, issue="onnxruntime 22969"),),
         ),
         Rewrite(
             "image-quantizer",
-            "Casts pixels to int32 first where their quantizer gives nearly the pixels.",
+            "Casts pixels to int32 first where the quantizer's result is nearly the pixels.",
             by_graph_alone(keep_rounding),
             faults=(
                 Fault(
                     "openvino",
                     _OPENVINO,
-                    "9 % of a layer's integers up to 3 steps off, 2.5 % of answers others, in a small network",
+                    "9 % of a layer's integers up to 3 steps off, 2.5 % of answers differ, in a small network",
                 ),
             ),
         ),

@@ -1,4 +1,4 @@
-"""What is rewritten in a program with explicit quantizers until it becomes an ONNX graph, in its order."""
+"""The rewrites of a program with explicit quantizers until it becomes an ONNX graph, in their order."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _TENSORRT: Final = "10 and 11"
 
 @dataclass(frozen=True)
 class Lowering:
-    """What a program is lowered by.
+    """The data that rewrites get while a program is lowered.
 
     Attributes:
-        target: whose integers it has.
-        exact_sums: whether residual sums are kept from what gives their addends; for targets of CPUs.
-        taken: what `padding-behind-quantizers` took away, for `layer-padding`.
-        clamps: what `range-clamps` has written.
+        target: the target of the integers.
+        exact_sums: whether residual sums are kept apart from the layers that compute their addends. CPU targets only.
+        taken: the padding that `padding-behind-quantizers` took away, for `layer-padding`.
+        clamps: the clamps that `range-clamps` wrote.
     """
 
     target: Target
@@ -58,13 +58,14 @@ def _for_tensorrt(given: Lowering) -> bool:
     return not given.target.packed
 
 
-#: A network with explicit quantizers, as a front end leaves it, until it is a reference form.
+#: A network with explicit quantizers, from the front end to the reference form.
 EXPLICIT: Final = Table[fx.GraphModule, None](
     "reference form",
     (
         Rewrite(
             "in-place-operators",
-            "Writes operators that write into tensors which nobody reads afterwards as ones that give new tensors.",
+            "Writes in-place operators as operators that return new tensors, where nobody reads the old one "
+            "afterwards.",
             by_graph_alone(write_aside),
         ),
         Rewrite(
@@ -75,12 +76,12 @@ EXPLICIT: Final = Table[fx.GraphModule, None](
         ),
         Rewrite(
             "repeated-pairs",
-            "Takes pairs away that dequantize and quantize again by the same scale.",
+            "Removes pairs that dequantize and quantize again with the same scale.",
             by_graph_alone(drop_doubled),
         ),
         Rewrite(
             "equal-nodes",
-            "Computes and quantizes once what is computed and quantized alike several times.",
+            "Merges equal nodes, so that equal values are computed and quantized once.",
             by_graph_alone(merge_alike),
             after=("in-place-operators", "integer-weights", "repeated-pairs"),
             faults=(Fault("torch.onnx", _TORCH, "the graph has fewer quantizers than the program"),),
@@ -88,20 +89,20 @@ EXPLICIT: Final = Table[fx.GraphModule, None](
     ),
 )
 
-#: A reference program that becomes a graph: what changes which quantizers there are.
+#: A reference program that becomes a graph: the rewrites that change which quantizers it has.
 REQUANTIZED: Final = Table[fx.GraphModule, Lowering](
     "program whose quantizers move",
     (
         Rewrite(
             "concatenations-read-directly",
-            "Lets ReLUs and arithmetic with constants read concatenations without the quantizer behind them.",
+            "Lets ReLUs and arithmetic with constants read concatenations without the quantizer between them.",
             by_graph_alone(read_joined),
             when=_for_cpus,
             faults=(Fault("openvino", _OPENVINO, "the process ends by SIGSEGV"),),
         ),
         Rewrite(
             "padding-behind-quantizers",
-            "Takes zeros that are quantized in front of a convolution away, until `layer-padding`.",
+            "Removes quantized zero padding in front of a convolution, until `layer-padding`.",
             lambda module, given: given.taken.update(take_padding(module)),
             faults=(
                 Fault("onnxruntime", _ONNXRUNTIME, "EfficientNet-Lite0 8.7 ms, its float graph 7.0", costs="speed"),
@@ -111,47 +112,48 @@ REQUANTIZED: Final = Table[fx.GraphModule, Lowering](
     behind=(EXPLICIT,),
 )
 
-#: The same afterwards: none of these changes which quantizers there are.
+#: The same program afterwards. None of these rewrites changes which quantizers it has.
 LOWERED: Final = Table[fx.GraphModule, Lowering](
     "program for the exporter",
     (
         Rewrite(
             "clamp-ends",
-            "Moves the ends of clamps between integers of one scale to what they are quantized to.",
+            "Rounds the bounds of a clamp between quantizers of one scale to that scale's steps.",
             by_graph_alone(round_clamps),
-            faults=(Fault("openvino", _OPENVINO, "28 dB of what a small network's integers mean"),),
+            faults=(Fault("openvino", _OPENVINO, "28 dB to the exact result of the integers, in a small network"),),
         ),
         Rewrite(
             "range-clamps",
-            "Writes the clamp of each activation range that is narrower than its integer type.",
+            "Writes a clamp for each activation range that is narrower than its integer type.",
             lambda module, given: given.clamps.extend(clamp_explicit(module)),
             after=("clamp-ends",),
             faults=(Fault("torch.onnx", _TORCH, issue="onnxscript 3052"),),
         ),
         Rewrite(
             "norm-floors",
-            "Raises what keeps a norm that its integers' values are divided by from zero to half a step.",
+            "Raises the lower bound of a norm that divides quantized values from zero to half a step.",
             by_graph_alone(raise_floors),
             faults=(
                 Fault(
                     "openvino",
                     _OPENVINO,
-                    "Swin-V2 2.1 dB of what its integers mean, and 59 % of answers; 15.1 dB and 98 % with it",
+                    "Swin-V2 2.1 dB to the exact result of its integers, and 59 % of answers; 15.1 dB and 98 % with it",
                 ),
             ),
         ),
         Rewrite(
             "resize-products",
-            "Writes cubic and blurred resizes as two products with constants.",
+            "Writes cubic and antialiased resizes as two matrix products with constants.",
             by_graph_alone(write_out_resizes),
             faults=(
-                Fault("tensorrt", _TENSORRT, "the parser takes none"),
+                Fault("tensorrt", _TENSORRT, "the parser accepts neither"),
                 Fault("onnxruntime", _ONNXRUNTIME, "its kernel refuses to make a map smaller"),
             ),
         ),
         Rewrite(
             "integer-reductions",
-            "Puts a maximum with the lowest float in front of sums, means over anything but a map, and small norms.",
+            "Puts a maximum with the lowest float in front of sums, means over other axes than a map's, and small "
+            "norms.",
             by_graph_alone(keep_reductions),
             when=_for_cpus,
             faults=(Fault("openvino", _OPENVINO, "off by up to 110 times the sums; a norm left 9.7 dB"),),
@@ -161,27 +163,30 @@ LOWERED: Final = Table[fx.GraphModule, Lowering](
             "Puts a maximum with the lowest float behind maxima and minima over axes.",
             by_graph_alone(keep_extremes),
             when=_for_cpus,
-            faults=(Fault("openvino", _OPENVINO, "9 to 23 dB of what the integers of 28 small networks mean"),),
+            faults=(
+                Fault("openvino", _OPENVINO, "9 to 23 dB to the exact results of the integers of 28 small networks"),
+            ),
         ),
         Rewrite(
             "integer-borders",
-            "Puts a maximum with the lowest float in front of borders along one axis, and averages that count zeros.",
+            "Puts a maximum with the lowest float in front of padding along one axis, and of averages that count "
+            "zeros.",
             by_graph_alone(keep_borders),
             when=_for_cpus,
             faults=(
                 Fault(
                     "openvino",
                     _OPENVINO,
-                    "2 to 35 dB of what the integers of twelve small networks mean, 47 with it; averages 67 steps off",
+                    "2 to 35 dB to the exact results of twelve small networks, 47 with it; averages 67 steps off",
                 ),
             ),
         ),
         Rewrite(
             "softmax-shares",
-            "Puts a maximum with the lowest float in front of a softmax whose shares may lie beyond their range.",
+            "Puts a maximum with the lowest float in front of a softmax whose shares may exceed their range.",
             by_graph_alone(keep_shares),
             when=_for_cpus,
-            faults=(Fault("onnxruntime", _ONNXRUNTIME, "1.8 dB of what a small network's integers mean, 47 with it"),),
+            faults=(Fault("onnxruntime", _ONNXRUNTIME, "1.8 dB to the exact result of a small network, 47 with it"),),
         ),
         Rewrite(
             "concatenations-parted",
@@ -189,11 +194,11 @@ LOWERED: Final = Table[fx.GraphModule, Lowering](
             by_graph_alone(part_joined),
             after=("concatenations-read-directly",),
             when=_for_cpus,
-            faults=(Fault("openvino", _OPENVINO, "the graph is not opened"),),
+            faults=(Fault("openvino", _OPENVINO, "the graph cannot be opened"),),
         ),
         Rewrite(
             "group-borders",
-            "Gives quantized 1 × 1 convolutions in groups of some widths a border, and cuts it off.",
+            "Pads quantized 1 × 1 convolutions in groups of some widths, and cuts the border off.",
             by_graph_alone(border_groups),
             after=("range-clamps",),
             when=_for_cpus,
@@ -201,7 +206,7 @@ LOWERED: Final = Table[fx.GraphModule, Lowering](
         ),
         Rewrite(
             "joined-groups",
-            "Puts narrow groups of convolutions together, with zeros for weights between them.",
+            "Joins narrow groups of convolutions, with zero weights between them.",
             by_graph_alone(put_explicit_groups_together),
             when=_for_cpus,
             faults=(Fault("onednn", "openvino 2026.4.1", "CPUBone −2 dB, with AMX"),),
@@ -212,7 +217,7 @@ LOWERED: Final = Table[fx.GraphModule, Lowering](
             by_graph_alone(keep_sums),
             when=lambda given: _for_cpus(given) and given.exact_sums,
             faults=(
-                Fault("openvino", _OPENVINO, "ResNet-20: 99.09 % of answers and 32.7 dB, 99.89 % and 41.4 with it"),
+                Fault("openvino", _OPENVINO, "ResNet-20: 99.09 % of answers and 32.7 dB, 99.89 % and 41.4 dB with it"),
             ),
         ),
         Rewrite(
@@ -227,11 +232,11 @@ LOWERED: Final = Table[fx.GraphModule, Lowering](
             "Writes pools along one axis as pools of maps, for TensorRT.",
             by_graph_alone(write_out_lines),
             when=_for_tensorrt,
-            faults=(Fault("tensorrt", _TENSORRT, "it pools along two or three axes"),),
+            faults=(Fault("tensorrt", _TENSORRT, "it pools along two or three axes only"),),
         ),
         Rewrite(
             "layer-padding",
-            "Puts the zeros that `padding-behind-quantizers` took away right in front of their convolutions.",
+            "Puts the padding that `padding-behind-quantizers` removed right in front of the convolutions.",
             lambda module, given: put_padding(module, given.taken),
             after=("padding-behind-quantizers", "group-borders", "joined-groups"),
         ),

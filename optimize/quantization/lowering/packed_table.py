@@ -1,4 +1,4 @@
-"""What is rewritten in torch's packed program, so that it gives the integers of its reference, in its order."""
+"""The rewrites of torch's packed program, in their order. They make it give the integers of its reference."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _TORCH: Final = "2.11 to 2.14"
 
 @dataclass(frozen=True)
 class Packing:
-    """What a packed program is rewritten by.
+    """The data that rewrites of a packed program get.
 
     Attributes:
-        form: its reference form, whose biases are rounded with its own.
-        example: ``float32 (N, C, H, W)``.
+        form: the reference form. Its biases are rounded together with the program's.
+        example: an input, ``float32 (N, C, H, W)``.
     """
 
     form: fx.GraphModule
@@ -38,7 +38,7 @@ PACKED: Final = Table[fx.GraphModule, Packing](
     (
         Rewrite(
             "whole-biases",
-            "Rounds biases to whole numbers of their products' scale, in the program and in its reference.",
+            "Rounds biases to multiples of their products' scale, in the program and in its reference.",
             lambda converted, given: repack(converted, round_biases(given.form)),
             after=("integer-weights", "equal-nodes"),
             faults=(
@@ -52,20 +52,20 @@ PACKED: Final = Table[fx.GraphModule, Packing](
         ),
         Rewrite(
             "padded-integers",
-            "Puts zeros around integers that were dequantized for it.",
+            "Pads integers where torch.ao dequantized them to pad.",
             lambda converted, given: pad_integers(converted, given.example),
             faults=(Fault("torch.ao", _TORCH, costs="speed"),),
         ),
         Rewrite(
             "embedded-padding",
-            "Lets packed convolutions pad alike on both sides, with a wider kernel, where zeros are uneven by one.",
+            "Lets packed convolutions with padding that is uneven by one pad evenly, with a wider kernel.",
             by_graph_alone(embed_padding),
             after=("whole-biases", "padded-integers"),
             faults=(Fault("torch", "2.14", "a pad takes 0.1 to 0.4 ms, two cores", costs="speed"),),
         ),
         Rewrite(
             "packed-groups",
-            "Puts narrow groups of packed convolutions together, with zeros for weights between them.",
+            "Joins narrow groups of packed convolutions, with zero weights between them.",
             lambda converted, given: put_groups_together(converted, given.example),
             after=("whole-biases", "embedded-padding"),
             faults=(Fault("onednn", "torch 2.14", "CPUBone −2 dB, with AMX"),),
@@ -78,7 +78,7 @@ PACKED: Final = Table[fx.GraphModule, Packing](
         ),
         Rewrite(
             "packed-clamps",
-            "Clamps what packed kernels give to a range that is narrower than their type.",
+            "Clamps the results of packed kernels to a range that is narrower than their type.",
             lambda converted, given: clamp_packed(converted, given.form.graph, given.example),
             after=("embedded-padding", "packed-groups"),
             faults=(Fault("torch", _TORCH),),

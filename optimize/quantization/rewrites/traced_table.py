@@ -1,4 +1,4 @@
-"""What is rewritten in a traced network before torch.ao prepares it, in its order, and whose fault that is."""
+"""The rewrites of a traced network before torch.ao prepares it, in their order, and the faults they work around."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _AO: Final = "2.11 to 2.14"
 
 @dataclass(frozen=True)
 class Tracing:
-    """What a traced network is rewritten by.
+    """The data that rewrites of a traced network get.
 
     Attributes:
-        example: ``float32 (N, C, H, W)``.
-        in_float: whether the module of this name is to stay in float.
+        example: an input, ``float32 (N, C, H, W)``.
+        in_float: tells by a module's name whether it stays in float.
     """
 
     example: torch.Tensor
@@ -52,69 +52,69 @@ TRACED: Final = Table[fx.GraphModule, Tracing](
     (
         Rewrite(
             "in-place-writes",
-            "Lets all who read a tensor after it was written into read what wrote it.",
+            "Makes later readers of a tensor that is written in place read the result of the write.",
             lambda module, given: name_written(module, given.example),
         ),
         Rewrite(
             "computed-weights",
-            "Stores weights that a layer computes at each call as weights that it has.",
+            "Stores weights that a layer computes at each call as constant weights.",
             by_graph_alone(store_weights),
-            faults=(Fault("torch.ao", _AO, "training fails: it writes to the weights of what it trains"),),
+            faults=(Fault("torch.ao", _AO, "training fails: it writes to the weights of the network that it trains"),),
         ),
         Rewrite(
             "norm-factors",
-            "Gives batch norms that have no factors some that change nothing.",
+            "Gives batch norms without weight and bias a weight of ones and a bias of zeros.",
             by_graph_alone(with_factors),
             faults=(Fault("torch.ao", _AO, "such norms are not folded for training"),),
         ),
         Rewrite(
             "attention",
-            "Writes attention out as linear layers, products and a softmax.",
+            "Writes attention as linear layers, matrix products and a softmax.",
             lambda module, given: write_out_attention(module, given.example, given.in_float),
             after=("in-place-writes", "computed-weights"),
             faults=(Fault("torch.ao", _AO, "a third of a ViT's weights stay in float"),),
         ),
         Rewrite(
             "size-dependent-padding",
-            "Writes convolutions that pad by the size of their images as a pad and a convolution.",
+            "Writes convolutions whose padding depends on the image size as a pad and a convolution.",
             lambda module, given: write_out_same(module, given.example),
             after=("in-place-writes", "computed-weights"),
         ),
         Rewrite(
             "functional-layers",
-            "Writes convolutions and linear layers that are called as functions as layers.",
+            "Writes calls of functional convolutions and linear layers as modules.",
             by_graph_alone(lift_functions),
             after=("in-place-writes", "attention"),
             faults=(Fault("torch.ao", _AO, "`conv2d(x, weight, padding=1)` fails"),),
         ),
         Rewrite(
             "border-modes",
-            "Pads in front of convolutions that fill their borders with anything but zeros, or by a word.",
+            "Writes a pad in front of convolutions with other than zero padding, or with padding given by a word.",
             by_graph_alone(write_out_padding),
             after=("size-dependent-padding", "functional-layers"),
-            faults=(Fault("torch.ao", _AO, "layers are refused, or filled with zeros whatever their mode"),),
+            faults=(Fault("torch.ao", _AO, "layers are refused, or padded with zeros whatever their mode"),),
         ),
         Rewrite(
             "unwatched-maxima",
-            "Keeps maxima in float that are over borders of minus infinity, or say where they were found.",
+            "Keeps max pools in float if they pad with minus infinity or return indices.",
             by_graph_alone(free_maxima),
-            faults=(Fault("torch.ao", _AO, "it cannot watch them"),),
+            faults=(Fault("torch.ao", _AO, "it cannot observe them"),),
         ),
         Rewrite(
             "softmax-modules",
-            "Writes each softmax that is a module as a function's call.",
+            "Writes each softmax module as a function call.",
             by_graph_alone(call_softmax),
-            faults=(Fault("torch.ao", _AO, "steps of 1/256: of 200 tokens looked at alike, a share is one step"),),
+            faults=(Fault("torch.ao", _AO, "steps of 1/256: with 200 tokens of equal weight, a share is one step"),),
         ),
         Rewrite(
             "shapes",
-            "Notes the shapes of all nodes for the example, for the records behind it.",
+            "Notes the shapes of all nodes for the example. Later records read them.",
             lambda module, given: note_shapes(module, given.example),
             after=("attention", "size-dependent-padding", "functional-layers", "border-modes", "softmax-modules"),
         ),
         Rewrite(
             "constant-tensors",
-            "Makes tensors once that a forward makes for each image of no image's numbers.",
+            "Computes tensors that do not depend on the images once.",
             lambda module, given: make_once(module, given.example),
             after=("shapes",),
             faults=(Fault("torch.ao", _AO, "it fails: `'int' object has no attribute 'args'`"),),
@@ -128,42 +128,42 @@ TRACED: Final = Table[fx.GraphModule, Tracing](
         ),
         Rewrite(
             "tensor-bounds",
-            "Writes clamps to tensors as a maximum and a minimum.",
+            "Writes clamps with tensors as bounds as a maximum and a minimum.",
             by_graph_alone(write_bounds),
             after=("shapes",),
-            faults=(Fault("torch.ao", _AO, "of integers it clamps to numbers alone"),),
+            faults=(Fault("torch.ao", _AO, "it clamps integers to plain numbers only"),),
         ),
         Rewrite(
             "empty-parts",
-            "Leaves out what has no numbers where something is concatenated.",
+            "Removes empty tensors from concatenations.",
             by_graph_alone(drop_empty),
             after=("shapes",),
-            faults=(Fault("torch.ao", _AO, "no int8 program holds an empty tensor"),),
+            faults=(Fault("torch.ao", _AO, "no int8 program can hold an empty tensor"),),
         ),
         Rewrite(
             "pieces",
-            "Gives what reads all or some pieces of a tensor these one by one.",
+            "Splits reads of several pieces of a split tensor into reads of single pieces.",
             by_graph_alone(take_pieces),
             after=("shapes",),
             faults=(Fault("torch.ao", _AO, "its observer of the tuple fails"),),
         ),
         Rewrite(
             "masks",
-            "Keeps calls of masks and whole numbers in float.",
+            "Keeps calls on masks and integers in float.",
             by_graph_alone(free_masks),
             after=("shapes", "pieces"),
-            faults=(Fault("torch.ao", _AO, "it would watch some of them"),),
+            faults=(Fault("torch.ao", _AO, "it would observe some of them"),),
         ),
         Rewrite(
             "sizes",
-            "Keeps what puts shapes together from being taken for sums of tensors.",
+            "Keeps sums of shapes from being taken for sums of tensors.",
             by_graph_alone(free_sizes),
             after=("shapes",),
-            faults=(Fault("torch.ao", _AO, "it would watch shapes as tensors' sums"),),
+            faults=(Fault("torch.ao", _AO, "it would observe shapes as sums of tensors"),),
         ),
         Rewrite(
             "floor-quotients",
-            "Keeps quotients that are rounded down in float.",
+            "Keeps divisions that round down in float.",
             by_graph_alone(free_quotients),
             after=("shapes",),
             faults=(Fault("torch.ao", _AO, "it takes them for sizes"),),
@@ -173,59 +173,62 @@ TRACED: Final = Table[fx.GraphModule, Tracing](
             "Keeps resizes in float that no int8 kernel computes.",
             by_graph_alone(free_resizes),
             after=("shapes",),
-            faults=(Fault("torch.ao", _AO, "they get the range of what they scale, which a cubic curve overshoots"),),
+            faults=(
+                Fault("torch.ao", _AO, "their output gets the range of their input, and a cubic curve overshoots it"),
+            ),
         ),
         Rewrite(
             "means-of-one-place",
-            "Writes means over maps of one place as a flattening.",
+            "Writes means over 1 × 1 maps as a flatten.",
             by_graph_alone(flatten_places),
             after=("shapes",),
             faults=(Fault("torch", _AO, "the packed kernel fails"),),
         ),
         Rewrite(
             "whole-slices",
-            "Leaves out slices that take everything.",
+            "Removes slices that select everything.",
             by_graph_alone(drop_whole_slices),
             after=("shapes",),
             faults=(Fault("openvino", "2026.4.1", "the process ends by SIGSEGV"),),
         ),
         Rewrite(
             "scalar-operands",
-            "Computes sums and products with a number in float.",
+            "Computes sums and products with a plain number in float.",
             by_graph_alone(free_scalars),
             after=("shapes", "in-place-writes"),
             faults=(
                 Fault(
                     "torch.ao",
                     _AO,
-                    "GoogLeNet 15.1 and Inception v3 13.7 dB of what their integers mean, 28.8 and 26.8 with it",
+                    "GoogLeNet 15.1 dB and Inception v3 13.7 dB to the exact result of the integers, 28.8 and 26.8 "
+                    "with it",
                     "pytorch 61859",
                 ),
             ),
         ),
         Rewrite(
             "own-calls",
-            "Makes each further call of a layer a call of a copy.",
+            "Gives each further call of a layer its own copy of the layer.",
             by_graph_alone(part_calls),
             after=("functional-layers",),
-            faults=(Fault("torch.ao", _AO, "all calls get the output scale of one"),),
+            faults=(Fault("torch.ao", _AO, "all calls get the output scale of one call"),),
         ),
         Rewrite(
             "own-tensors",
-            "Gives who reads a tensor of a layer that is called, too, a copy.",
+            "Gives direct reads of the tensors of a layer that is also called a copy.",
             by_graph_alone(part_tensors),
             after=("own-calls",),
             faults=(Fault("torch.ao", _AO, "the weight of an int8 layer is a method"),),
         ),
         Rewrite(
             "own-parameters",
-            "Gives each layer parameters of its own.",
+            "Gives each layer its own parameters.",
             by_graph_alone(part_parameters),
             after=("own-calls", "own-tensors"),
         ),
         Rewrite(
             "wide-patches",
-            "Writes convolutions of wide patches that do not overlap as the products that they are.",
+            "Writes convolutions of wide patches that do not overlap as matrix products.",
             by_graph_alone(unfold_patches),
             after=("shapes", "own-calls", "own-parameters"),
             faults=(
@@ -235,7 +238,7 @@ TRACED: Final = Table[fx.GraphModule, Tracing](
         ),
         Rewrite(
             "zero-padding",
-            "Makes zeros that a network puts around its images the padding of the convolutions that read them.",
+            "Turns zero padding of a network's maps into the padding of the convolutions that read them.",
             by_graph_alone(fold_padding),
             after=("border-modes", "own-calls"),
             faults=(
@@ -245,10 +248,10 @@ TRACED: Final = Table[fx.GraphModule, Tracing](
         ),
         Rewrite(
             "pad-layers",
-            "Writes zeros that convolutions alone read as layers, and others as calls.",
+            "Writes zero padding that only convolutions read as a layer, and other padding as a call.",
             by_graph_alone(call_pads),
             after=("zero-padding",),
-            faults=(Fault("torch.ao", _AO, "zeros are computed in float, and get another scale", costs="speed"),),
+            faults=(Fault("torch.ao", _AO, "the padding is computed in float and gets another scale", costs="speed"),),
         ),
     ),
 )
