@@ -31,7 +31,16 @@ HELD = (
     "docs/guides/*.md",
     *(
         f"docs/explanations/{name}.md"
-        for name in ("limits", "measuring", "observability", "own-server", "store", "torchserve", "training")
+        for name in (
+            "limits",
+            "measuring",
+            "observability",
+            "own-server",
+            "recommendation",
+            "store",
+            "torchserve",
+            "training",
+        )
     ),
 )
 GUIDES = ("docs/get-started.md", "docs/guides/*.md")
