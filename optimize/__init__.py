@@ -1,7 +1,6 @@
-"""A trained vision model becomes measured artifacts: passes, quantization, honest measurement.
+"""The Python API: turn a trained vision model into measured, deployable artifacts.
 
-The names below are the Python API; they are imported when they are first used, so that the command line
-starts at once.
+Each public name is imported on first use, so that the command line starts at once.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ _HOMES = {
     **dict.fromkeys(("PipelineError", "UserError"), "serve.runtime.errors"),
 }
 
-# Before torch is imported, whose libgomp reads it then.
+# Must run before torch is imported: its libgomp reads these variables at that moment.
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
@@ -162,7 +161,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         from serve.runtime.errors import did_you_mean
 
-        # Python's own tools ask for names with underscores all the time.
+        # Python's own tools often look up names with underscores.
         near = did_you_mean(name, __all__) if not name.startswith("_") else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
     home = importlib.import_module(_HOMES[name])

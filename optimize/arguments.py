@@ -1,4 +1,4 @@
-"""What a program gives the API: checked by kind, named, and compared, each in one line where it is wrong."""
+"""Helpers of the Python API: check the types of arguments, name steps, compare sessions."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ from optimize.run.session import Session
 from serve.common.config import Config, defaults
 from serve.runtime.errors import UserError
 
-#: As a recipe allows it.
+#: The longest name that a recipe allows.
 _LONGEST_NAME = 64
-#: Letters of a name that say settings in full, and those of one value.
+#: The most characters of a name that spell out settings, and the most that spell out one value.
 _SAID, _VALUE = 48, 24
-#: How an observer that is not the project's is written down ends: with a digest of its code.
+#: The digest of its code that ends the stored name of a user's own observer.
 _DIGEST = re.compile(r"@[0-9a-f]{12}\b")
 
 
 def step_name(config: Config) -> str:
-    """The name of a step: the pass's and the settings that are not as usual, in short: ``ptq-observer-minmax``.
+    """Return the name of a step: its pass and a short form of its changed settings, such as ``ptq-observer-minmax``.
 
-    Equal settings have equal names, and what a name leaves out of long settings is in a few digits of their digest. The
-    code of classes is not in it.
+    Equal settings give equal names. Long settings are shortened, and a few digits of their digest keep the names apart.
+    The code of classes does not affect the name.
     """
     return _joined(pass_of(config).name, _changed(config))
 
 
 def step_names(configs: Sequence[Config]) -> list[str]:
-    """The names of steps side by side: as `step_name`, without what all of one pass have in common, and each once."""
+    """Return a unique name for each step of a comparison.
+
+    Each name is built as in `step_name`, but settings that all steps of one pass share are left out.
+    """
     names: list[str] = []
     for config in configs:
         alike = [_changed(other) for other in configs if type(other) is type(config)]
@@ -49,13 +52,13 @@ def step_names(configs: Sequence[Config]) -> list[str]:
 
 
 def unused(taken: Collection[str], *names: str) -> str:
-    """The first of some names that is not taken; where all are, the first with the next number: ``ptq-2``."""
+    """Return the first of ``names`` that is not taken. If all are, number the first: ``ptq-2``."""
     numbered = (f"{names[0]}-{number}" for number in itertools.count(2))
     return next(name for name in itertools.chain(names, numbered) if name not in taken)
 
 
 def _changed(config: BaseModel) -> dict[str, str]:
-    """The settings that were given and are not as usual: what of a name says them, by the settings' names."""
+    """Return the changed settings: for each name the part of a step's name that describes it."""
     usual = defaults(type(config))
     plain = config.model_dump(mode="json", exclude_unset=True)
     return {
@@ -66,12 +69,12 @@ def _changed(config: BaseModel) -> dict[str, str]:
 
 
 def _said(value: object, plain: Any) -> str:
-    """A setting's value in a few letters; what is lost of it is in four digits of its digest."""
+    """Return a short form of a setting's value. Four digits of its digest replace whatever is cut off."""
     if isinstance(value, BaseModel):
         said = "-".join(_changed(value).values())
     elif isinstance(plain, float):
         said = f"{plain:.6g}"
-        if math.isclose(float(said), plain, rel_tol=1e-9):  # the sum of 0.1 and 0.2 is 0.3 to anybody
+        if math.isclose(float(said), plain, rel_tol=1e-9):  # 0.1 + 0.2 should read 0.3
             return said
     elif isinstance(plain, dict | list):
         said = "-".join(map(str, _leaves(plain)))
@@ -84,7 +87,7 @@ def _said(value: object, plain: Any) -> str:
 
 
 def _leaves(plain: Any) -> Iterator[object]:
-    """Names and values of what settings hold, in their order."""
+    """Yield the names and values of nested settings in their order."""
     if isinstance(plain, dict):
         for name, value in plain.items():
             yield name
@@ -97,7 +100,7 @@ def _leaves(plain: Any) -> Iterator[object]:
 
 
 def _joined(name: str, settings: Mapping[str, str]) -> str:
-    """A pass and what is said of its settings, as many as there is room for: of a long value its digits."""
+    """Join a pass and as many of its settings as there is room for; a long value is replaced by its digest."""
     words = [name]
     for number, (setting, part) in enumerate(settings.items()):
         short = f"{_legal(setting)}-{_digits(part)}"
@@ -111,7 +114,7 @@ def _joined(name: str, settings: Mapping[str, str]) -> str:
 
 
 def _legal(words: str) -> str:
-    """Words as part of a name that is legal in recipes and folders."""
+    """Turn words into a part of a name that is legal in recipes and folders."""
     return re.sub(r"[^a-z0-9.]+", "-", words.replace("_", "").lower()).strip("-.")
 
 
@@ -120,7 +123,7 @@ def _digits(plain: Any) -> str:
 
 
 def differences(one: Session, other: Session) -> list[str]:
-    """In what two sessions differ that variants must share to be compared."""
+    """Name the differences between two sessions that prevent comparing their variants."""
     here_, there = one.context, other.context
     pairs = {
         "evaluation images": (here_.data.fingerprint, there.data.fingerprint),
@@ -132,10 +135,10 @@ def differences(one: Session, other: Session) -> list[str]:
 
 
 def must_be_model(value: object) -> None:
-    """See that ``value`` is what `load` takes for a model.
+    """Check that `load` accepts ``value`` as a model.
 
     Raises:
-        UserError: it is not; what is meant is named.
+        UserError: it does not. The message says what is accepted.
     """
     if isinstance(value, str | nn.Module):
         return
@@ -149,15 +152,15 @@ def must_be_model(value: object) -> None:
 
 
 def must_be(kind: type | tuple[type, ...], value: object, rule: str) -> None:
-    """See that ``value`` is of a kind, or of one of several.
+    """Check that ``value`` has a type, or one of several.
 
     Raises:
-        UserError: ``rule``, and what was given instead.
+        UserError: it has another type. The message is ``rule`` and the value that was given.
     """
     if not isinstance(value, kind):
         raise UserError(f"{rule}, and not {reprlib.repr(value)} ({type(value).__name__})")
 
 
 def nearest_settings(word: object) -> str:
-    """The settings that somebody means who gives a pass's name in their place."""
+    """Name the settings class to suggest to a caller who passed a pass's name instead of its settings."""
     return find_pass(word).config.__name__ if isinstance(word, str) else "Ptq"

@@ -1,4 +1,4 @@
-"""What every step of a run shares: data, preprocessing, device, seed."""
+"""The settings that all steps of a run share: data, preprocessing, device, seed."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from serve.runtime.card.card import Preprocessing, Probabilities
 from serve.runtime.display import Described
 from serve.runtime.images.image_preprocessing import normalise
 
-#: Share of the calibration images that may be unreadable.
+#: The largest share of the calibration images that may be unreadable.
 _CALIBRATION_UNREADABLE = 0.05
 
 
 @dataclass(frozen=True, repr=False)
 class Context(Described):
-    """What every step of a run shares.
+    """The settings that all steps of a run share.
 
     Attributes:
-        data: images to train, calibrate and measure with.
-        preprocessing: bytes to the network's input, the same for all artifacts of the run.
-        device: where training, calibration and measurement happen.
-        seed: of every random choice.
-        listener: told how far a long step is.
-        skip_unreadable: measure without those validation images that cannot be read, instead of refusing.
-        scratch: folder for pixels that memory does not hold; the user's cache folder by default.
-        unfinished: folder in which what is being made keeps how far it has come, to go on after an interruption; None:
-            nowhere.
-        checkpoint_seconds: how long after one such checkpoint the next is due.
-        processes: how many train together.
-        tensorboard: folder for the events of what trains; None: none are written.
-        teacher: of what is being made, where its training has one.
-        store: where a teacher's answers are kept; None: nowhere.
-        probabilities: what the logits of the network that is trained become, which decides the loss.
+        data: the images for training, calibration and measurement.
+        preprocessing: turns an image's bytes into the network's input. All artifacts of the run share it.
+        device: where the run trains, calibrates and measures.
+        seed: the seed of every random choice.
+        listener: receives the progress of long steps.
+        skip_unreadable: leave out validation images that cannot be read, instead of raising an error.
+        scratch: folder for decoded pixels that do not fit into memory. By default the user's cache folder.
+        unfinished: folder for the checkpoints of a step, from which it resumes after an interruption. With None no
+            checkpoints are written.
+        checkpoint_seconds: seconds between two such checkpoints.
+        processes: the number of processes that train together.
+        tensorboard: folder for TensorBoard events of training. With None no events are written.
+        teacher: the teacher of the network that is trained, if it has one.
+        store: keeps the answers of a teacher. With None they are not kept.
+        probabilities: how the trained network's logits become probabilities. This decides the loss.
     """
 
     data: ImageData
@@ -62,9 +62,10 @@ class Context(Described):
         return {"data": self.data.name, "input": shape, "device": str(self.device), "seed": str(self.seed)}
 
     def calibration(self, images: int, batch_size: int = 32) -> Loader:
-        """``images`` training images (never those that accuracy is measured on), stratified and seeded.
+        """Return a loader of ``images`` training images for calibration, stratified by class and seeded.
 
-        Up to a twentieth of them may be unreadable; they are said and left out.
+        It never contains images that accuracy is measured on. Up to one image in twenty may be unreadable: these are
+        reported and left out.
         """
         return loader(
             self.data.train,
@@ -79,9 +80,9 @@ class Context(Described):
         )
 
     def evaluation(self, batch_size: int, device: torch.device) -> Loader:
-        """The validation images in their order, decoded once for all that are measured.
+        """Return a loader of the validation images in their order. They are decoded once for all measurements.
 
-        Images that cannot be read are refused, all that there are, or left out with ``skip_unreadable``.
+        Unreadable images raise an error that names all of them. With ``skip_unreadable`` they are left out.
         """
         return loader(
             self.data.val,
@@ -96,7 +97,7 @@ class Context(Described):
         )
 
     def pixels(self, images: int = 4) -> torch.Tensor:
-        """A batch of real training images, ``uint8 (images, C, H, W)`` on the CPU."""
+        """Return a batch of real training images, ``uint8 (images, C, H, W)`` on the CPU."""
         batch, _ = next(
             iter(
                 loader(
@@ -113,5 +114,5 @@ class Context(Described):
         return batch.repeat(-(-images // len(batch)), 1, 1, 1)[:images].cpu()  # some may be unreadable
 
     def example(self, images: int = 4) -> torch.Tensor:
-        """The same images as `pixels`, normalised: ``float32 (images, C, H, W)`` on the CPU."""
+        """Return the images of `pixels` normalised: ``float32 (images, C, H, W)`` on the CPU."""
         return normalise(self.pixels(images), self.preprocessing, torch.device("cpu"), torch.float32)

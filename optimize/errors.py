@@ -1,4 +1,4 @@
-"""The two exceptions that only passes raise; the family stands in `serve.runtime.errors`."""
+"""The two exceptions that only passes raise. `serve.runtime.errors` defines the base classes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from serve.runtime.errors import PipelineError
 
 
 class PassError(PipelineError):
-    """A pass that ran and whose result is not what it promises; nothing of it is kept."""
+    """A pass ran, but its result breaks a promise of the pass. Nothing of the result is kept."""
 
 
 class NotApplicableError(PipelineError):
-    """A pass that has nothing to do for this model or this machine; the message is the reason."""
+    """A pass has nothing to do for this model or on this machine. The message is the reason."""

@@ -1,4 +1,4 @@
-"""Who is told how a run goes on: a terminal, a notebook, nobody."""
+"""Receivers of a run's progress: a terminal, a notebook, or nobody."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from typing import Protocol
 
 
 class Listener(Protocol):
-    """Told of every step of a run; each method returns at once."""
+    """Receives the progress of a run's steps. Each method must return at once."""
 
     def started(self, name: str) -> None:
-        """A stage or measurement begins."""
+        """A stage or a measurement begins."""
 
     def progressed(self, fraction: float, message: str) -> None:
-        """How far the step that is under way has come, in [0, 1]."""
+        """The current step has reached ``fraction``, in [0, 1]."""
 
     def ended(self, name: str, seconds: float, *, cached: bool, skipped: str | None) -> None:
-        """A step is done; ``seconds`` is what it took when it was made, if it was in the cache now."""
+        """A step is done. ``seconds`` is how long it took to make, even if it now came from the cache."""
 
     def said(self, message: str) -> None:
-        """Something worth a line."""
+        """A message for the user, one line."""
 
 
 class Silent:
-    """A `Listener` that says nothing."""
+    """A `Listener` that ignores everything."""
 
     def started(self, name: str) -> None:
-        """Say nothing."""
+        """Ignore it."""
 
     def progressed(self, fraction: float, message: str) -> None:
-        """Say nothing."""
+        """Ignore it."""
 
     def ended(self, name: str, seconds: float, *, cached: bool, skipped: str | None) -> None:
-        """Say nothing."""
+        """Ignore it."""
 
     def said(self, message: str) -> None:
-        """Say nothing."""
+        """Ignore it."""
 
 
-#: The one instance that is needed of it.
+#: The only instance that is needed.
 SILENT = Silent()

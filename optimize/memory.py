@@ -1,15 +1,15 @@
-"""Memory of large networks, which Python's collector does not see: it counts objects, and not their bytes."""
+"""Frees the memory of large networks. Python's collector does not do it in time: it counts objects, not bytes."""
 
 from __future__ import annotations
 
 import gc
 from typing import Final
 
-#: Bytes of weights from which a collection, some tenths of a second, is worth it.
+#: Bytes of weights that make a collection worth its time (some tenths of a second).
 _LARGE: Final = 1 << 28
 
 
 def collect(size: int) -> None:
-    """Free what lies in cycles, as traced networks and programs do, where it is of so many bytes that it counts."""
+    """Collect reference cycles, such as those of traced networks and programs, if ``size`` bytes are worth it."""
     if size >= _LARGE:
         gc.collect()

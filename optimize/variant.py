@@ -1,4 +1,4 @@
-"""An artifact as a Python program holds it: it predicts as it is served, and shows itself in a notebook."""
+"""An artifact in a Python program: it predicts as the server does, and shows its facts in a notebook."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from serve.runtime.images.headers import faults_named
 from serve.runtime.images.image_preprocessing import is_deep, upright
 from serve.runtime.service.predictor import Label, Predictor
 
-#: An image as `Variant.predict` takes it: its encoded bytes, a file, or an opened picture.
+#: An image that `Variant.predict` accepts: encoded bytes, a file, or an opened picture.
 Picture = bytes | str | Path | Image
 
 
@@ -41,24 +41,27 @@ class Variant(Described):
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
+        """Return the variant's name in tables."""
         return self.artifact.name
 
     @property
     def artifact(self) -> Artifact:
-        """Its files and card."""
+        """Return the variant's files and card."""
         return self.step.artifact
 
     @property
     def training(self) -> tuple[History, ...]:
-        """How each training went that made it: losses, accuracies, times; none where nothing was trained."""
+        """Return the history of each training that led to this variant: losses, accuracies, times.
+
+        It is empty if nothing was trained.
+        """
         return self.step.training
 
     def predictor(self) -> Predictor:
-        """Opened by the serving runtime on the session's device: encoded images to labels.
+        """Open the variant in the serving runtime on the session's device. The predictor maps encoded images to labels.
 
         Raises:
-            EngineError: it cannot run on this device.
+            EngineError: the variant cannot run on this device.
         """
         with silenced():
             return _predictor(self.artifact.folder, str(self.session.context.device))
@@ -70,17 +73,17 @@ class Variant(Described):
     def predict(self, images: Sequence[Picture], k: int = 5) -> list[list[Label]]: ...
 
     def predict(self, images: Picture | Sequence[Picture], k: int = 5) -> list[Label] | list[list[Label]]:
-        """Classify one image or several, by the code that serves.
+        """Classify one image or several with the code of the server.
 
         Args:
-            images: encoded bytes, a file, an opened PIL image, or a list of such.
-            k: how many classes to answer, best first.
+            images: encoded bytes, a file, an opened PIL image, or a list of these.
+            k: the number of classes to return, best first.
 
         Returns:
-            The classes of one image, or a list of those of each.
+            The classes of one image, or a list with the classes of each image.
 
         Raises:
-            UserError: a file cannot be read, or something is no image; it is named.
+            UserError: a file cannot be read, or a value is not an image. The message names it.
             EngineError: the variant cannot run on the session's device.
         """
         single = isinstance(images, Picture)
@@ -120,12 +123,12 @@ class Variant(Described):
 
 @dataclass(frozen=True, repr=False)
 class Failed(Described):
-    """A variant that could not be made: a row of a comparison that says why, and has no figures.
+    """A variant that could not be made. A comparison shows it as a row with the reason and no figures.
 
     Attributes:
-        session: that it belongs to.
+        session: the session it belongs to.
         row: its name, pass, settings and parent, and the reason.
-        traceback: of the exception that ended it, as text; empty where its parent is what failed.
+        traceback: the traceback of the exception, as text. It is empty if its parent failed.
     """
 
     session: Session
@@ -134,12 +137,12 @@ class Failed(Described):
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
+        """Return the variant's name in tables."""
         return self.row.name
 
     @property
     def reason(self) -> str:
-        """Why it was not made, in one line."""
+        """Return why it was not made, in one line."""
         assert self.row.skip is not None
         return self.row.skip.reason
 
@@ -166,7 +169,7 @@ def _which(picture: Picture, number: int) -> str:
 
 
 def _encoded(picture: Picture) -> bytes:
-    """An image as the endpoint would get it.
+    """Encode an image as a client would send it to the endpoint.
 
     Raises:
         UserError: a file cannot be read.
@@ -181,10 +184,10 @@ def _encoded(picture: Picture) -> bytes:
             raise UserError(f"{picture}: cannot be read ({error.strerror})") from None
     stream = io.BytesIO()
     with faults_named(Budget()):
-        seen = upright(picture)  # for what is written of a picture here has no EXIF
+        seen = upright(picture)  # the PNG or TIFF written here has no EXIF
         if is_deep(seen):
             return tiff(seen)
-        # It keeps every pixel; of the modes that it has no place for, RGB is what they would be decoded to.
+        # PNG keeps every pixel. A mode that PNG lacks is written as RGB, which is what it would be decoded to.
         seen = seen if seen.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else seen.convert("RGB")
         seen.save(stream, "PNG", compress_level=1)
     return stream.getvalue()

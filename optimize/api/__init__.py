@@ -1,8 +1,8 @@
 """The Python API for experiments.
 
-In: what a program holds: modules, data, settings. Does: loads, applies passes, compares, searches, profiles, packs.
-Out: variants, and what was measured of them. Each goes through the same store as ``make optimize``: one that was made
-there or here before is not made again.
+Input: the modules, data and settings of a program. Does: loads, applies passes, compares, searches, profiles, packs.
+Output: variants, and their measurements. All functions use the same store as ``make optimize``: nothing that is already
+there is made again.
 """
 
 from optimize.api.comparing import compare, compare_runs

@@ -1,4 +1,4 @@
-"""Variants side by side, and runs: what each is worth, and which is to be served."""
+"""Compares variants and runs: measures them side by side, and recommends which to serve."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ def compare(
 ) -> Comparison:
     """Measure variants of one session side by side: accuracy, parity, speed, memory and size.
 
-    Each is measured by every execution (engine and device) that can run it, in a process of its own.
-
-    Differences are to the first variant, which should be the float baseline; speed is measured in
-    interleaved rounds, together with references of the first, or of the nearest float module that it was made
-    from: eager ones, and its float graph on ONNX Runtime and OpenVINO where no variant is one.
+    Each variant is measured with every execution (engine and device) that can run it, each in its own process. The
+    first variant should be the float baseline: all differences are to it. Speed is measured in interleaved rounds
+    together with float references. The references come from the first variant, or from the nearest float module that it
+    was made from. They are its eager module in several forms and, if no variant is a float ONNX graph, its float graph
+    on ONNX Runtime and OpenVINO.
 
     Args:
-        variants: what to compare. What could not be made (see `apply_each`) has a row with the reason. Of two that have
-            one name, the later is called by its parent besides, or numbered.
-        timing: how speed is measured.
-        measure: where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
-        executions: engines' names, such as ``openvino``, or executions; by default all. The first variant is measured
-            in any case.
-        max_drop: loss of top-1, as a fraction, that an artifact must be shown not to have to be recommended.
-        objective: what the recommended artifact is best at: ``latency`` (median, one image), ``p95``,
+        variants: the variants to compare. A variant that could not be made (see `apply_each`) gets a row with the
+            reason. If two have the same name, the later one is prefixed with its parent's name or numbered.
+        timing: how to measure speed.
+        measure: where to measure: ``auto`` (every device of the machine), or a list such as ``cpu,cuda``.
+        executions: names of engines, such as ``openvino``, or executions. By default all. The first variant is always
+            measured.
+        max_drop: a recommended artifact must be shown not to lose this much top-1, as a fraction.
+        objective: the measure by which the best artifact is recommended: ``latency`` (median, one image), ``p95``,
             ``throughput`` (at the best batch size) or ``size``.
-        confidence: that no artifact passes which has that loss, over all of them together.
+        confidence: the confidence that no artifact with that loss passes, over all artifacts together.
 
     Raises:
-        UserError: there are none, one is given twice, they come from different sessions, the rule is none, or there is
-            no such engine or device.
-        PipelineError: the first could not be made or cannot be measured, or none of the others could be made.
+        UserError: there are no variants, one is given twice, they come from different sessions, the rule is not valid,
+            or an engine or device does not exist.
+        PipelineError: the first variant could not be made or measured, or none of the others could be made.
     """
     rule = Recommend(objective=objective, max_drop=max_drop, confidence=confidence)
     if not variants:
@@ -112,10 +112,10 @@ def _see_that_some_are_made(variants: Sequence[Variant | Failed]) -> None:
 
 
 def _distinct(variants: Sequence[Variant | Failed]) -> list[Step | Row]:
-    """What is compared, with no name twice.
+    """Return what is compared, with unique names.
 
     Raises:
-        UserError: one is given twice.
+        UserError: a variant is given twice.
     """
     names: dict[object, str] = {}
     for variant in variants:
@@ -152,20 +152,21 @@ def compare_runs(
     objective: Objective = _RULE.objective,
     confidence: float = _RULE.confidence,
 ) -> Comparison:
-    """Compare artifacts of several runs that were judged by the same images: speed and memory are measured anew.
+    """Compare artifacts of several runs that used the same evaluation images. Speed and memory are measured again.
 
     Args:
-        names: ``RUN`` stands for its baseline and its recommended artifact, ``RUN/ARTIFACT`` for that one. The
-            first is what the others are compared with.
-        store: where the runs are.
-        measure: where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
-        timing: how speed is measured.
-        max_drop: as of `compare`.
-        objective: as of `compare`.
-        confidence: as of `compare`.
+        names: ``RUN`` means its baseline and its recommended artifact, ``RUN/ARTIFACT`` means that artifact. All are
+            compared with the first.
+        store: the folder of the runs.
+        measure: where to measure: ``auto`` (every device of the machine), or a list such as ``cpu,cuda``.
+        timing: how to measure speed.
+        max_drop: as in `compare`.
+        objective: as in `compare`.
+        confidence: as in `compare`.
 
     Raises:
-        UserError: a run or artifact does not exist, or they were judged by different images; what differs is named.
+        UserError: a run or artifact does not exist, or the runs used different images. The message names the
+            difference.
     """
     only_first()
     rule = Recommend(objective=objective, max_drop=max_drop, confidence=confidence)

@@ -1,4 +1,4 @@
-"""Layer by layer: what each costs in int8, which precision each should have, and where the time goes."""
+"""Layer by layer: the cost of int8, the best precision, and where the time goes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from serve.runtime.errors import UserError
 
 @dataclass(frozen=True, repr=False)
 class Searched(Described):
-    """What `search` found: the record of it, and the chosen artifact; None where nothing keeps the budget."""
+    """The result of `search`: its record, and the chosen artifact, which is None if nothing keeps the budget."""
 
     found: Found
     variant: Variant | None
@@ -51,20 +51,19 @@ def sensitivity(
     measure: str = "auto",
     execution: str | None = None,
 ) -> Sensitivity:
-    """Measure what each layer costs and wins in int8: alone quantized, and as the only one that is not.
+    """Measure the cost and gain of int8 for each layer: quantized alone, and as the only layer left in float.
 
-    Two artifacts are made and measured for each layer; all are kept in the store, and a call that was interrupted goes
-    on from there.
+    Two artifacts are made and measured for each layer. The store keeps all of them, so an interrupted call resumes.
 
     Args:
-        variant: a float module, or what ``Ptq`` made of one, whose settings are then taken.
-        ptq: how layers are quantized, where that is to differ.
-        timing: how speed is measured; by default one image at a time.
-        measure: where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
-        execution: the engine that runs all of them; by default the one that is fastest with every layer in int8.
+        variant: a float module, or an artifact that ``Ptq`` made from one. In the second case its settings are used.
+        ptq: settings of the quantization that replace these.
+        timing: how to measure speed. By default one image at a time.
+        measure: where to measure: ``auto`` (every device of the machine), or a list such as ``cpu,cuda``.
+        execution: the engine that runs all artifacts. By default the one that is fastest with every layer in int8.
 
     Raises:
-        UserError: the variant is no such, or there is no such engine.
+        UserError: the variant is neither of the two, or the engine does not exist.
     """
     must_be(Variant, variant, "sensitivity takes a variant, as load() and apply() give it")
     session = variant.session
@@ -96,25 +95,25 @@ def search(
 ) -> Searched:
     """Choose the precision of each layer under a budget, by measured accuracy and measured latency.
 
-    Half of the evaluation images choose, and the others judge what was chosen. An int8 pair that is slower than the
-    fastest float execution is never returned. All trials are kept in the store, and a call that was interrupted goes on
-    from there.
+    One half of the evaluation images is used to choose, the other half to judge the choice. The function never returns
+    an int8 pair that is slower than the fastest float execution. The store keeps all trials, so an interrupted call
+    resumes.
 
     Args:
-        variant: the float baseline, as ``load`` gives it.
-        max_drop: largest loss of top-1, as a fraction.
-        max_latency_ms: longest median latency of one image.
-        bits: precisions that layers may have: 8 (int8), 16 (FP16 weights, and arithmetic where an execution has it),
-            32; 8 and at least one of the others.
+        variant: the float baseline that ``load`` returns.
+        max_drop: the largest loss of top-1, as a fraction.
+        max_latency_ms: the largest median latency of one image, in milliseconds.
+        bits: the precisions that layers may have: 8 (int8), 16 (FP16 weights, and FP16 arithmetic if the execution
+            supports it) and 32. Give 8 and at least one of the others.
         method: ``greedy`` (by the layers' sensitivity in simulation) or ``halving`` (delta debugging).
-        max_trials: most trials, of which the best is taken; by default as many as the method needs.
-        execution: the engine that trials run by; by default the one that is fastest with every layer in int8.
-        ptq: how layers are quantized.
-        timing: how speed is measured; by default one image at a time.
-        measure: where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
+        max_trials: the largest number of trials, from which the best is taken. By default as many as the method needs.
+        execution: the engine of the trials. By default the one that is fastest with every layer in int8.
+        ptq: how to quantize layers.
+        timing: how to measure speed. By default one image at a time.
+        measure: where to measure: ``auto`` (every device of the machine), or a list such as ``cpu,cuda``.
 
     Raises:
-        UserError: the variant is no float module, or a setting is not legal.
+        UserError: the variant is not a float module, or a setting is not valid.
     """
     must_be(Variant, variant, "search takes a variant, as load() gives it")
     if variant.artifact.kind != "module":
@@ -146,18 +145,18 @@ def search(
 
 
 def profile(variant: Variant, *, batch: int = 1, execution: str | Execution | None = None) -> Profiled:
-    """What each layer of a variant takes: time, MACs, bytes, and the share of this machine's peak, as engines tell it.
+    """Measure the time, MACs, bytes and share of the machine's peak of each layer, as each engine reports it.
 
-    Each execution has a process of its own; peaks are measured there, too.
+    Each execution runs in its own process, which also measures the machine's peaks.
 
     Args:
-        variant: any.
-        batch: images that are run together.
-        execution: an engine's name, such as ``openvino``, or an execution; by default all on the CPU that run it. What
-            does not tell is named, with the reason.
+        variant: any variant.
+        batch: the number of images in one batch.
+        execution: the name of an engine, such as ``openvino``, or an execution. By default every execution on the CPU
+            that can run the variant. One that cannot report layers is named with the reason.
 
     Raises:
-        UserError: the batch is no number of images, there is no such engine, or none that tells.
+        UserError: the batch is not a number of images, the engine does not exist, or no engine reports layers.
     """
     must_be(Variant, variant, "profile takes a variant, as load() and apply() give it")
     with silenced():

@@ -1,4 +1,4 @@
-"""Variants and their files: loaded, made by passes, saved and taken back, packed."""
+"""Loads variants, makes them by passes, saves and restores their files, packs them."""
 
 from __future__ import annotations
 
@@ -59,38 +59,40 @@ def load(
     tensorboard: str | Path | None = None,
     trust_checkpoint: bool = False,
 ) -> Variant:
-    """The baseline: a model with its checkpoint, or trained here.
+    """Return the baseline variant: a model with its checkpoint, or a model trained here.
 
     Args:
-        model: a torchvision classifier, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``; or an
+        model: a torchvision classifier, ``timm:NAME``, ``path/to/file.py:factory``, ``package.module:factory``, or an
             ``nn.Module``, which is copied with its weights.
         checkpoint: a file of weights.
-        data: ``digits``, ``imagefolder:DIR`` or a torchvision data set; or what a program holds: a ``Dataset``, a
-            ``DataLoader``, a pair of images and labels, or what `image_data` makes of them with what must be stated.
-        weights: torchvision's own, such as ``DEFAULT``, instead of a checkpoint.
-        training: how to train where there are no weights.
-        store: where artifacts are kept.
+        data: ``digits``, ``imagefolder:DIR`` or a torchvision data set. You can also pass a ``Dataset``, a
+            ``DataLoader``, or a pair of images and labels. `image_data` wraps these with facts that must be stated.
+        weights: torchvision's own weights, such as ``DEFAULT``, instead of a checkpoint.
+        training: how to train if there are no weights.
+        store: the folder that keeps artifacts.
         device: where to train and calibrate: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        image_size: side of the network's input in pixels.
-        weights_key: which weights of the checkpoint to take: their place in the file, such as ``model`` or
-            ``state_dict_ema``, or what their names begin with, such as ``teacher.``; averaged ones if there are any.
-        preprocessing: what images go through, where that is to differ from what model and data ask for.
-        classes: the names of the classes in their order, or a text file with one a line, instead of the data's own.
-        class_order: which output means which class: ``data`` (its own order), ``sorted``, ``natural``, ``checkpoint``,
-            a text file with a name a line, or the names; by default what the checkpoint states, else the data's own.
-        augment: random changes of training images: ``none``, ``shift`` or ``shift+flip``; by default what suits the
-            data; a folder of images is not mirrored.
-        val_images: measure accuracy on so many validation images, drawn from each class alike; by default on all.
-        skip_unreadable: measure without the validation images that cannot be read, instead of refusing them.
-        accept_gaps: go on with data in which something is missing, such as images of a class, instead of refusing it.
-        seed: of every random choice.
-        processes: how many processes of this machine train together, here and in ``qat``; on GPUs each has one. By
-            default one; in a script that torchrun has started several times, all of these.
-        tensorboard: a folder for TensorBoard's events of what is trained, a folder in it for each artifact.
-        trust_checkpoint: let the checkpoint's pickle run code.
+        image_size: height and width of the network's input in pixels.
+        weights_key: which weights of the checkpoint to take: their key in the file, such as ``model`` or
+            ``state_dict_ema``, or the prefix of their names, such as ``teacher.``. By default averaged ones, if any.
+        preprocessing: preprocessing settings that replace those of the model and the data.
+        classes: the names of the classes in their order, or a text file with one name a line. By default the data's.
+        class_order: which output means which class: ``data`` (the data's order), ``sorted``, ``natural``,
+            ``checkpoint``, a text file with one name a line, or the names. By default the checkpoint's order if it
+            states one, else the data's.
+        augment: random changes of training images: ``none``, ``shift`` or ``shift+flip``. The default depends on the
+            data. A folder of images is not mirrored.
+        val_images: the number of validation images to measure accuracy on, drawn evenly from the classes. By default
+            all.
+        skip_unreadable: leave out validation images that cannot be read, instead of raising an error.
+        accept_gaps: accept incomplete data, such as data without images of a class, instead of raising an error.
+        seed: the seed of every random choice.
+        processes: the number of processes on this machine that train together, here and in ``qat``. On GPUs each
+            process has one GPU. By default one. In a script that torchrun started, all of its processes train together.
+        tensorboard: a folder for TensorBoard events of training, with a folder in it for each artifact.
+        trust_checkpoint: allow the checkpoint's pickle to run code.
 
     Raises:
-        UserError: something is missing, unreadable, or does not fit.
+        UserError: something is missing, cannot be read, or does not fit.
     """
     only_first()
     must_be_model(model)
@@ -130,14 +132,14 @@ def apply(parent: Variant, config: Config, name: str | None = None) -> Variant:
     """Run the pass that ``config`` belongs to.
 
     Args:
-        parent: what to run it on.
-        config: a pass's settings, such as ``Ptq(observer="minmax")``.
-        name: the variant's name; by default the pass's, with the settings that are not as usual, in short.
+        parent: the variant to run the pass on.
+        config: the settings of a pass, such as ``Ptq(observer="minmax")``.
+        name: the name of the new variant. By default the pass's name with a short form of the changed settings.
 
     Raises:
         UserError: the pass cannot follow this parent.
-        NotApplicableError: it has nothing to do for this model or machine.
-        PassError: its result is not what it promises.
+        NotApplicableError: the pass has nothing to do for this model or on this machine.
+        PassError: the result breaks a promise of the pass.
     """
     must_be(Variant, parent, "apply takes a variant, as load() gives it")
     must_be(Config, config, f"apply takes a pass's settings, such as opt.{nearest_settings(config)}()")
@@ -147,17 +149,17 @@ def apply(parent: Variant, config: Config, name: str | None = None) -> Variant:
 
 
 def apply_each(parent: Variant | Failed, configs: Sequence[Config] | Mapping[str, Config]) -> list[Variant | Failed]:
-    """Run several passes, or one with several settings, each on ``parent``; what fails ends none of the others.
+    """Run several passes, or one pass with several settings, each on ``parent``. A failure does not stop the others.
 
     Args:
-        parent: what to run them on. Of one that failed itself, nothing is made.
-        configs: the passes' settings; by name, or named by what differs between them.
+        parent: the variant to run the passes on. If it failed itself, every result is a failure.
+        configs: the settings of the passes: a mapping from names, or a sequence, whose names come from the differences.
 
     Returns:
-        For each a variant, or why there is none. ``compare`` takes both, and has a row for each.
+        A variant for each settings, or a `Failed` with the reason. ``compare`` accepts both, with a row for each.
 
     Raises:
-        UserError: these are no settings.
+        UserError: an item is not the settings of a pass.
     """
     must_be((Variant, Failed), parent, "apply_each takes a variant, as load() gives it")
     must_be((Sequence, Mapping), configs, "apply_each takes settings of passes, such as [opt.Ptq()]")
@@ -182,10 +184,10 @@ def _made_or_failed(parent: Variant | Failed, config: Config, name: str) -> Vari
 
 
 def save(variant: Variant, folder: str | Path) -> Path:
-    """Copy a variant's model file and card, and what else its card names, to ``folder``, which must not exist.
+    """Copy a variant's model file, its card and the other files that the card names to a new ``folder``.
 
     Raises:
-        UserError: ``folder`` exists or cannot be written, or this is no variant.
+        UserError: ``folder`` exists or cannot be written, or ``variant`` is not a variant.
     """
     must_be(Variant, variant, "save takes a variant, as load() and apply() give it")
     target = Path(folder)
@@ -199,7 +201,7 @@ def save(variant: Variant, folder: str | Path) -> Path:
         for name in (*variant.artifact.card.files, CARD_FILE):
             shutil.copyfile(variant.artifact.folder / name, target / name)
     except BaseException as error:
-        shutil.rmtree(target, ignore_errors=True)  # half of it would be in the way of the next attempt
+        shutil.rmtree(target, ignore_errors=True)  # half a copy would block the next attempt
         if isinstance(error, OSError):
             raise UserError(f"{target} cannot be written: {error.strerror}") from None
         raise
@@ -207,14 +209,14 @@ def save(variant: Variant, folder: str | Path) -> Path:
 
 
 def restore(base: Variant, folder: str | Path) -> Variant:
-    """Take back what `save` wrote, to measure it, pack it, or go on from it.
+    """Load what `save` wrote, to measure it, pack it, or apply passes to it.
 
     Args:
-        base: a variant of the same model and data, as `load` gives it.
-        folder: what was saved; checked against its card.
+        base: a variant of the same model and data, as `load` returns it.
+        folder: the saved folder. It is checked against its card.
 
     Raises:
-        UserError: it is no whole artifact, or one of another model, other classes or other preprocessing.
+        UserError: the folder is not a complete artifact, or its model, classes or preprocessing differ.
     """
     must_be(Variant, base, "restore takes a variant, as load() gives it, of the model and data that it is for")
     with silenced():
@@ -241,24 +243,24 @@ def package(
 
 
 def _path(setting: str, given: str | Path) -> Path:
-    """A path, of whatever a program gives for one.
+    """Return a path from an argument of the API.
 
     Raises:
-        UserError: it is none, such as a state dict in the place of its file.
+        UserError: it is not a path, for instance a state dict instead of its file.
     """
     must_be((str, os.PathLike), given, f"{setting}: must be a path")
     return Path(given)
 
 
 def _held(data: Data, seed: int, bar: ProgressBar) -> ImageData:
-    """What a program holds, as a data set; how much of it is read is shown."""
+    """Turn a program's own data into a data set, and show the progress of reading it."""
     bar.started("reading")
     return image_data(data, seed=seed, told=lambda share: bar.progressed(share, "images"))
 
 
 @contextlib.contextmanager
 def _shown(session: Session, name: str) -> Iterator[None]:
-    """Show how far a step is, and end that however the step ends."""
+    """Show the progress of a step, and end the display however the step ends."""
     listener = session.context.listener
     listener.started(name)
     try:

@@ -1,4 +1,4 @@
-"""The words of ``python -m optimize``: a file for each group of commands, a line here for each command. No logic."""
+"""The commands of ``python -m optimize``: a file for each group of commands, a line here for each command. No logic."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ for _name, _command in COMMANDS.items():
 
 
 def main() -> None:
-    """Entry point. Of several processes that torchrun has started, the first alone carries out the command."""
+    """Run the command line. If torchrun started several processes, only the first carries out the command."""
     with first_alone():
         app()

@@ -1,4 +1,4 @@
-"""The command that says which faults of libraries are worked around: ``workarounds``."""
+"""The command ``workarounds``, which lists the faults of libraries that graph rewrites work around."""
 
 from __future__ import annotations
 

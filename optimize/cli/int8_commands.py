@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from optimize.certify.layer_findings import Engine
     from optimize.lint.base import Verdict
 
-_IMAGES = 8  # whose integers layers are run on
+_IMAGES = 8  # the default number of images for ``--layers``
 
 
 def lint(

@@ -1,4 +1,4 @@
-"""The command that says what there is: ``passes``."""
+"""The command ``passes``."""
 
 from __future__ import annotations
 

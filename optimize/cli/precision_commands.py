@@ -19,7 +19,7 @@ from serve.common.hints import DEFAULT_STORE
 from serve.common.layout import run_and_artifact
 from serve.runtime.errors import PipelineError, UserError
 
-#: The options of `optimize run` that a search has, too.
+#: The options of `optimize run` that `optimize search` has too.
 _OF_A_SEARCH = (
     *("model", "checkpoint", "data", "val_images", "skip_unreadable", "weights", "weights_key", "image_size"),
     *("recipe", "store", "device", "measure", "run", "seed", "trust_checkpoint"),

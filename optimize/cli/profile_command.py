@@ -1,4 +1,4 @@
-"""The command about where an artifact's time goes: ``profile``."""
+"""The command ``profile``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference of the options of ``optimize run``, as the documentation shows it."""
+"""Generates the reference of the options of ``optimize run`` for the documentation."""
 
 from __future__ import annotations
 

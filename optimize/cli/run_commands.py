@@ -1,4 +1,4 @@
-"""Commands that make and measure: ``run``, and ``compare`` of what was made."""
+"""The commands ``run`` and ``compare``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(
             from optimize.run.pipeline import run as run_job
 
         noise.silence()
-        # A model of the user's own may print; standard output is for the result alone.
+        # A user's own model may print. Standard output is only for the result.
         with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
             outcome = run_job(job, display)
         if json:

@@ -1,4 +1,4 @@
-"""What several commands share: options that they have in common, and how they read them."""
+"""Options that several commands share, and the functions that read them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Execution = Annotated[
 
 
 class ListsData(TyperCommand):
-    """A command whose help lists the data formats, which are looked for when the help is shown."""
+    """A command whose help lists the data formats. They are looked up only when the help is shown."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, with the formats behind what ``--data`` is for."""
+        """Write the help, with the list of formats added to the help of ``--data``."""
         from optimize.data.formats.base import usages
 
         for option in self.params:
@@ -43,7 +43,10 @@ class ListsData(TyperCommand):
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Look for no garbage while a million objects are imported, which stay: that takes a fifth of the time."""
+    """Pause garbage collection while modules are imported.
+
+    The import creates about a million objects that stay alive. Collecting takes a fifth of its time.
+    """
     gc.disable()
     try:
         yield
@@ -52,5 +55,5 @@ def uncollected() -> Iterator[None]:
 
 
 def given(**options: object) -> dict[str, Any]:
-    """Those options that were given."""
+    """Return the options that were given."""
     return {name: value for name, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Commands about what lies in a store: ``list``, ``show``, ``verify``, ``prune``."""
+"""Commands about the contents of a store: ``list``, ``show``, ``verify``, ``prune``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def list_runs(store: Store = DEFAULT_STORE) -> None:
             typer.echo(f"no runs in {store}")
             return
         output().print(table)
-        # Two days, or two runs at once, and the same network takes another time.
+        # The same network takes a different time on another day, or while another run is measured.
         typer.echo("speed is to each run's own fastest float execution; `compare RUN RUN` measures runs together")
 
 
@@ -80,7 +80,7 @@ def verify(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")],
 
 
 def _part(name: str) -> str | None:
-    """The artifact's folder or the archive that a file of a run belongs to; None: it is the run's own."""
+    """Return the artifact folder or archive that a run's file belongs to, or None if it belongs to the run itself."""
     folder, _, rest = name.partition("/")
     if folder == layout.ARTIFACTS:
         return f"{folder}/{rest.partition('/')[0]}"

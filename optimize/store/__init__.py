@@ -1,5 +1,5 @@
-"""What is kept, and under which key.
+"""Keeps results under keys.
 
-In: named inputs of a result and a function that makes it. Does: makes it once, whole or not at all.
-Out: artifacts and measurements, checked whenever they are opened.
+Input: the named inputs of a result, and a function that makes it. Does: makes the result once, completely or not at
+all. Output: artifacts and measurements, which are checked whenever they are opened.
 """

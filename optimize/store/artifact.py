@@ -1,4 +1,4 @@
-"""The artifact: a model file and its card in a folder, what it descends from, and its eager module if it has one."""
+"""The artifact: a folder with a model file and its card, the artifact's ancestors, and its eager module if any."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from serve.runtime.card.card import Card, Device, Format, InputType, Probabiliti
 from serve.runtime.display import Described
 from serve.runtime.errors import CardError, UserError
 
-#: What an artifact is, as far as the passes that may follow it care.
+#: The kind of an artifact, which decides the passes that may follow it.
 Kind = Literal["module", "half", "dynamic", "quantized", "lowbit", "onnx", "onnx-half", "onnx-int8"]
 
 
-#: Name of each kind in messages.
+#: The name of each kind in messages.
 KIND_NAMES: dict[Kind, str] = {
     "module": "a float module",
     "half": "a reduced-precision program",
@@ -38,7 +38,7 @@ KIND_NAMES: dict[Kind, str] = {
 }
 
 
-#: Those that have an eager float module, whose weights lie beside the program.
+#: The kinds with an eager float module, whose weights are stored beside the program.
 EAGER: frozenset[Kind] = frozenset({"module", "lowbit"})
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -48,11 +48,12 @@ PRODUCT_FILE = "product.json"
 
 @dataclass(frozen=True)
 class Product:
-    """What a step wrote into its folder: the model file and the facts of it that the card states.
+    """What a step wrote into its folder: the model file, and the facts about it that the card states.
 
-    ``structure`` is what the pass's ``resize`` needs to give a parent's module this one's shapes, as JSON values.
-    ``training`` is how each training went that made it, for reports: two of one key differ in their times.
-    ``probabilities`` is what the baseline's logits become; what is made of it has the same.
+    ``structure`` is what the pass's ``resize`` needs to give a parent's module the shapes of this one, as JSON values.
+    ``training`` is the history of each training behind the product, for reports: two products of one key differ in
+    their times. ``probabilities`` says how the baseline's logits become probabilities. All that is made from the
+    baseline inherits it.
     """
 
     file: str
@@ -69,12 +70,12 @@ class Product:
 
 @dataclass(frozen=True)
 class Made:
-    """A product with where it comes from: what of a card is known before there is a name.
+    """A product and its origin: the part of a card that does not depend on a name.
 
     Attributes:
-        product: what was made.
-        versions: of the libraries that made it.
-        machine: that made it, with the device that it was trained on.
+        product: the product.
+        versions: versions of the libraries that made it.
+        machine: the machine that made it, with the device that it was trained on.
     """
 
     product: Product
@@ -83,7 +84,7 @@ class Made:
 
 
 def write_product(made: Made, folder: Path) -> None:
-    """Write ``product.json`` beside the files that it is about."""
+    """Write ``product.json`` beside the files that it describes."""
     write_json(dataclasses.asdict(made), folder / PRODUCT_FILE)
 
 
@@ -99,18 +100,18 @@ def read_product(folder: Path) -> Made:
 
 @dataclass(frozen=True, repr=False)
 class Artifact(Described):
-    """One measured-or-to-be-measured result of a step.
+    """The result of one step.
 
-    It pickles as its keys and its place in the store, and is checked when it is opened again.
+    It pickles as its keys and its place in the store. It is checked when it is unpickled.
 
     Attributes:
         name: unique within its run.
-        kind: what it is; decides which passes may follow.
-        key: of what it was made from; the same under any name.
-        folder: where its files and card are; treat as read-only.
-        card: its card, verified when it was opened.
-        parent: what it was made from; None for the baseline.
-        build_module: makes an eager module of its structure, with any weights; None if it has none.
+        kind: decides which passes may follow.
+        key: identifies what it was made from. It does not depend on the name.
+        folder: its files and card. Treat it as read-only.
+        card: its card, verified when the artifact was opened.
+        parent: the artifact that it was made from. None for the baseline.
+        build_module: builds an eager module of its structure, with arbitrary weights. None if it has no such module.
         objects: keys of the store's objects that it consists of.
     """
 
@@ -128,18 +129,18 @@ class Artifact(Described):
         return _reopened, (self.name, self.kind, self.key, place, self.parent, self.build_module, self.objects)
 
     def line(self) -> Iterator[Artifact]:
-        """What it descends from, the baseline first, and itself last."""
+        """Yield the artifact's ancestors, the baseline first, and then the artifact itself."""
         if self.parent is not None:
             yield from self.parent.line()
         yield self
 
     @property
     def path(self) -> Path:
-        """The model file."""
+        """Return the path of the model file."""
         return self.folder / self.card.file
 
     def module(self) -> nn.Module:
-        """A fresh eager float module with this artifact's weights, in eval mode on the CPU.
+        """Return a new eager float module with this artifact's weights, in eval mode on the CPU.
 
         Raises:
             PassError: artifacts of this kind have no eager module.
@@ -150,7 +151,7 @@ class Artifact(Described):
         own = module.state_dict()
         extra = {name: value for name, value in own.items() if not isinstance(value, torch.Tensor)}
         state = OrderedDict({**extra, **load_file(self.folder / WEIGHTS_FILE)})
-        # MNASNet refuses a state dict without the versions that nn.Module.state_dict notes beside it.
+        # MNASNet refuses a state dict without the versions that nn.Module.state_dict stores beside it.
         state._metadata = own._metadata  # type: ignore[attr-defined]
         module.load_state_dict(state)
         return module.eval()

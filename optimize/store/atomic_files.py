@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees the old one or the new one, and never a part."""
+"""Writes files so that a reader sees the old file or the new one, never a part."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 
 from serve.runtime.errors import UserError
 
-#: Names of the files that are written before they get their real name; a process that is killed leaves them.
+#: Names of files that do not have their final name yet. A killed process leaves them behind.
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}")
 
 
 def temporary_for(path: Path) -> Path:
-    """A new name beside ``path``, to write to and then move to ``path``."""
+    """Return a new name beside ``path``. Write to it, then move it to ``path``."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``, whose folder is made if it is not there."""
+    """Write ``data`` to ``path``, and create its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_for(path)
     try:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # the disk may only be found full here
+            os.fsync(file.fileno())  # some disks report only here that they are full
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def check_writable(folder: Path) -> None:
-    """See that files can be written into a folder, or that it can be made, before anything is worked out for it.
+    """Check that a folder can be written or created, before any work is done for it.
 
     Raises:
-        UserError: they cannot; what is in the way is named.
+        UserError: it cannot. The message names the obstacle.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
@@ -51,6 +51,6 @@ def write_json(value: Any, path: Path) -> None:
     """Write ``value`` as indented JSON.
 
     Raises:
-        ValueError: a number is NaN or infinite, which JSON cannot hold; ``path`` is left as it was.
+        ValueError: a number is NaN or infinite, which JSON cannot hold. ``path`` is left unchanged.
     """
     write_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())

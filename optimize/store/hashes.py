@@ -1,4 +1,4 @@
-"""SHA-256 of files, remembered for as long as nobody has touched them: a run of 300 MB costs half a second to read."""
+"""SHA-256 of files, cached until the file changes: to read a run of 300 MB takes half a second."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from optimize.store.atomic_files import write_atomically
 from serve.runtime.card.card import sha256_file
 from serve.runtime.card.json_documents import sealed, unsealed
 
-#: The kernel's clock for files ticks up to a hundred times a second. Two changes within a tick look like one.
+#: The kernel's clock for file times ticks at least every 10 ms. Two changes within one tick look like one.
 _TICK_NS: Final = 20_000_000
-#: Files that this process did not ask for are dropped when there are so many.
+#: If there are more entries than this, those that this process did not use are dropped.
 _MOST: Final = 16_384
 
 
 class Hashes:
-    """Hashes of files by what the kernel tells of them. To be used from one thread.
+    """Caches hashes of files by the file's metadata. Use it from one thread.
 
-    A file counts as untouched while its device, inode, size and times are those that it had when it was hashed. The
-    time of its last change of any kind (``st_ctime``) cannot be set by a program, and so a file whose bytes were
-    changed is hashed again. What the disk itself loses is not seen: `optimize verify` reads every byte.
+    A file counts as unchanged while its device, inode, size and times are those of its last hashing. A program cannot
+    set the time of a file's last change of any kind (``st_ctime``), so a file with changed bytes is always hashed
+    again. Damage by the disk itself is not noticed: `optimize verify` reads every byte.
 
     Args:
-        path: where they are kept from one run to the next. A file that is damaged counts as none.
+        path: the file that keeps the hashes between runs. A damaged file is ignored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,30 +38,30 @@ class Hashes:
         self._news = False
 
     def of(self, path: Path) -> str:
-        """SHA-256 of a regular file, in hexadecimal.
+        """Return the SHA-256 of a regular file in hexadecimal.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         found = path.stat()
         if (known := self._remembered(found)) is not None:
             return known
         if 0 < (early := found.st_ctime_ns + _TICK_NS - time.time_ns()) <= _TICK_NS:
-            time.sleep(early / 1e9)  # or a change while it is hashed might not be seen later
+            time.sleep(early / 1e9)  # without this, a change during the hashing might go unnoticed
         digest = sha256_file(path)
         self._remember(found, digest)
         return digest
 
     @contextlib.contextmanager
     def unchanged(self, path: Path) -> Iterator[None]:
-        """What the block does to a file is not to its bytes: a hard link to it is one more change of any kind."""
+        """Keep the file's hash although the block changes its metadata: a new hard link changes ``st_ctime``."""
         before = self._remembered(path.stat())
         yield
         if before is not None:
             self._remember(path.stat(), before)
 
     def save(self) -> None:
-        """Keep what was hashed since, if anything was; where that fails it is hashed again."""
+        """Write new hashes to the file. If that fails, the files are hashed again next time."""
         if not self._news:
             return
         known = self._read()

@@ -1,8 +1,8 @@
-"""Every key of the store, made in one place from named inputs.
+"""Builds every key of the store from named inputs.
 
-A key is the SHA-256 of everything that a result depends on, and of nothing else: what a thing is called, where it
-lies, when it was made and on which device it was trained are no inputs. Each kind of result has a record whose
-fields are its inputs; a test changes every field of every record and expects another key.
+A key is the SHA-256 of everything that a result depends on, and of nothing else. Names, folders, dates and the device
+of training are no inputs. Each kind of result has a record whose fields are its inputs. A test changes every field of
+every record and expects another key.
 """
 
 from __future__ import annotations
@@ -17,57 +17,57 @@ from typing import Any, ClassVar
 from serve.runtime.card.card import Card, Preprocessing
 from serve.runtime.card.execution import Execution
 
-#: Fields of a card that say what an artifact is called and where it comes from; no engine reads them.
+#: Fields of a card that name an artifact or state its origin. No engine reads them.
 PROVENANCE = frozenset(
     {"name", "model", "lineage", "data", "versions", "machine", "notes", "packed", "certificate", "schema"}
 )
 
-#: Fields of a card that are the run's and not the file's.
+#: Fields of a card that belong to the run, not to the file.
 _OF_THE_RUN = frozenset({"preprocessing", "classes"})
 
 
 def make_key(**parts: Any) -> str:
-    """SHA-256 of named JSON values; anything that is not JSON is refused with TypeError."""
+    """Return the SHA-256 of named JSON values. Raises TypeError for a value that is not JSON."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def opening(card: Card) -> dict[str, Any]:
-    """What the runtime makes an engine of: the files' hashes, and all of the card but its `PROVENANCE`.
+    """Return what determines an engine: the hashes of the files, and the card without its `PROVENANCE`.
 
-    A field that is added to the card is part of it until somebody says that no engine reads it.
+    A new field of the card counts until it is added to `PROVENANCE`.
     """
     return {name: value for name, value in dataclasses.asdict(card).items() if name not in PROVENANCE}
 
 
 def content(card: Card) -> str:
-    """SHA-256 of what a pass reads of an artifact that it follows: its files, and what the numbers in them mean."""
+    """Return the SHA-256 of what the next pass reads of an artifact: its files, and the meaning of their numbers."""
     return make_key(**{name: value for name, value in opening(card).items() if name not in _OF_THE_RUN})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """The inputs of one result; their values are JSON, tuples, mappings or records of such."""
+    """The inputs of one result. Their values are JSON, tuples, mappings or records of these."""
 
     kind: ClassVar[str]
 
     @property
     def digest(self) -> str:
-        """The key, 64 hexadecimal digits."""
+        """Return the key, 64 hexadecimal digits."""
         return make_key(kind=self.kind, **dataclasses.asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Making(Key):
-    """What everything depends on that is made of a model and its data: a baseline, what a pass makes, an order.
+    """The inputs of everything that is made from a model and its data: baselines, results of passes, rankings.
 
     Attributes:
-        classes: how many outputs the model has.
-        images: fingerprint of the training images. Even what trains nothing is traced or checked with some of them.
-        augmentation: which changes of an image keep its label true.
-        preprocessing: of the images.
-        seed: of every random choice.
-        libraries: versions of the libraries that make it.
-        code: digest of the sources that make it.
+        classes: the number of the model's outputs.
+        images: fingerprint of the training images. Steps without training use some of them too, to trace or to check.
+        augmentation: the changes of an image that keep its label true.
+        preprocessing: the preprocessing of the images.
+        seed: the seed of every random choice.
+        libraries: versions of the libraries that make the result.
+        code: digest of the sources that make the result.
     """
 
     classes: int
@@ -81,16 +81,16 @@ class Making(Key):
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineKey(Making):
-    """A baseline, before it has a name.
+    """A baseline without its name.
 
     Attributes:
-        architecture: the model's fingerprint, with the digest of what the user's own factory builds, and which
-            factory of that source builds it.
-        weights: SHA-256 of the checkpoint, and which of its state dicts; None if the baseline is trained.
-        training: how it is trained; None if it has a checkpoint.
-        processes: how many train together; 1 where nothing is trained. Dropout draws in each, and some norms see the
-            images of their own process alone.
-        teacher: digest of the network that it learns from; None if it has no teacher.
+        architecture: the model's fingerprint, which includes the digest of what the user's own factory builds, and the
+            factory of that source that builds it.
+        weights: SHA-256 of the checkpoint, and which of its state dicts is used. None if the baseline is trained.
+        training: how it is trained. None if it has a checkpoint.
+        processes: the number of processes that train together, 1 without training. Each process draws its own dropout,
+            and some norms see only the images of their own process.
+        teacher: digest of the network that it learns from. None without a teacher.
     """
 
     kind = "baseline"
@@ -103,21 +103,21 @@ class BaselineKey(Making):
 
 @dataclass(frozen=True, kw_only=True)
 class StageKey(Making):
-    """What a pass makes, before it has a name.
+    """The result of a pass without its name.
 
     Attributes:
         operation: the pass.
         config: its settings.
-        ancestors: `content` of each ancestor, the baseline first: a pass may read more than its parent.
-        target: which integers the machine's kernels speak.
-        device: the run's, for a pass whose result depends on it; None for others.
-        architecture: see `BaselineKey`, for a pass that trains: what a model's code does in training alone is in no
-            file. None for others.
+        ancestors: `content` of each ancestor, the baseline first. A pass may read more than its parent.
+        target: the kind of integers that the machine's kernels support.
+        device: the run's device, for a pass whose result depends on it. None for others.
+        architecture: see `BaselineKey`. Only for a pass that trains, because no file shows what a model's code does in
+            training mode. None for others.
         processes: see `BaselineKey`.
         teacher: see `BaselineKey`.
-        zeros: digest of the sources that count the zeros of what it makes, where zeros are meant in its lineage: these
-            are kept and counted. None where they are not.
-        timed: the machine, its environment and all libraries, for a pass that times networks; None for others.
+        zeros: digest of the sources that count zeros, if an ancestor or this pass prunes weights: such zeros are kept
+            and counted. None without pruning.
+        timed: the machine, its environment and all libraries, for a pass that times networks. None for others.
     """
 
     kind = "stage"
@@ -135,15 +135,15 @@ class StageKey(Making):
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherKey(Key):
-    """A teacher's answers on the images that a student is trained on.
+    """A teacher's answers on a student's training images.
 
     Attributes:
-        teacher: its digest.
-        images: fingerprint of the images, in their order.
-        preprocessing: of the images, as the student has them.
-        precision: that the answers are computed with.
-        libraries: versions of the libraries that compute them.
-        code: digest of the sources that do.
+        teacher: digest of the teacher.
+        images: fingerprint of the images in their order.
+        preprocessing: the student's preprocessing of the images.
+        precision: the precision of the computation.
+        libraries: versions of the libraries that compute the answers.
+        code: digest of the sources that compute the answers.
     """
 
     kind = "teacher"
@@ -157,7 +157,7 @@ class TeacherKey(Key):
 
 @dataclass(frozen=True, kw_only=True)
 class TakenKey(Key):
-    """Files that were saved to a folder and taken back: nothing is known of them but what they are.
+    """Files that were saved to a folder and restored. Nothing is known about their origin.
 
     Attributes:
         artifact: see `opening`.
@@ -173,7 +173,7 @@ class NamedKey(Key):
 
     Attributes:
         made: key of the baseline or stage.
-        card: the card, as JSON values.
+        card: the card as JSON values.
     """
 
     kind = "artifact"
@@ -183,13 +183,13 @@ class NamedKey(Key):
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(Key):
-    """What all measurements depend on.
+    """The inputs of all measurements.
 
     Attributes:
-        environment: variables of the processes that change how, or how fast, libraries compute.
+        environment: environment variables of the processes that change the results or the speed of libraries.
         machine: processor, cores, threads, memory, GPU.
         libraries: versions of all libraries.
-        code: digest of the sources that measure, the runtime's among them.
+        code: digest of the sources that measure, including the runtime's.
     """
 
     environment: Mapping[str, str]
@@ -200,15 +200,15 @@ class Bench(Key):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswersKey(Bench):
-    """An artifact's answers on the validation images, as an execution gives them.
+    """An artifact's answers on the validation images, from one execution.
 
     Attributes:
         artifact: see `opening`.
-        execution: what runs it.
+        execution: the execution that runs the artifact.
         images: fingerprint of the validation images.
-        preprocessing: how the run prepares them; the card's own is part of ``artifact``.
+        preprocessing: how the run prepares them. The card's own preprocessing is part of ``artifact``.
         skip_unreadable: whether images that cannot be read are left out.
-        max_batch: most images that are run together.
+        max_batch: the largest batch.
     """
 
     kind = "answers"
@@ -222,12 +222,12 @@ class AnswersKey(Bench):
 
 @dataclass(frozen=True, kw_only=True)
 class FootprintKey(Bench):
-    """An artifact's load time and peak memory, in the process of an execution.
+    """An artifact's load time and peak memory in the process of one execution.
 
     Attributes:
         artifact: see `opening`.
-        execution: what runs it.
-        batch: images in the batch that the peak is taken with.
+        execution: the execution that runs the artifact.
+        batch: the batch size at which the peak is measured.
     """
 
     kind = "footprint"
@@ -238,16 +238,16 @@ class FootprintKey(Bench):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedKey(Bench):
-    """Times of a set that was measured in turns.
+    """Times of a set of artifacts that were measured in turns.
 
     Attributes:
-        pairs: `paired` of each, sorted: the set has no order, and its members no names.
-        references: the eager references that are timed beside them, and where.
-        eager: key of the baseline or stage whose eager module these run; None if there is none.
+        pairs: `paired` of each, sorted, so that neither order nor names matter.
+        references: the eager references that are timed with them, and their devices.
+        eager: key of the baseline or stage whose eager module the references run. None without one.
         timing: how speed is measured.
-        images: fingerprint of the validation images: their values matter too (subnormal numbers are slow).
-        preprocessing: of the images.
-        max_batch: most images that are run together.
+        images: fingerprint of the validation images. Their values matter too: subnormal numbers are slow.
+        preprocessing: the preprocessing of the images.
+        max_batch: the largest batch.
     """
 
     kind = "speed"
@@ -262,13 +262,13 @@ class SpeedKey(Bench):
 
 @dataclass(frozen=True, kw_only=True)
 class RanksKey(Making):
-    """How far each layer alone, quantized in simulation, takes a network from what it answers.
+    """The error that each layer causes in the network's output when it alone is quantized in simulation.
 
     Attributes:
         config: settings of the quantization.
         ancestors: `content` of the float module and of each of its ancestors, the baseline first.
-        target: which integers the machine's kernels speak, which is what ``auto`` means.
-        device: that it is computed on.
+        target: the kind of integers that the machine's kernels support, which ``auto`` stands for.
+        device: the device of the computation.
     """
 
     kind = "ranks"
@@ -280,10 +280,10 @@ class RanksKey(Making):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeKey(Bench):
-    """That an engine works on this machine.
+    """Whether an engine works on this machine.
 
     Attributes:
-        engine: its name.
+        engine: the engine's name.
         device: ``cpu`` or ``cuda``.
     """
 
@@ -294,12 +294,14 @@ class ProbeKey(Bench):
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateKey(Key):
-    """An INT8 artifact's parity certificate. Artifact, engines, libraries and CPU are inputs of the answers' keys.
+    """An INT8 artifact's parity certificate.
+
+    The artifact, engines, libraries and CPU are inputs of the answers' keys.
 
     Attributes:
-        reference: key of the answers of what the integers mean.
+        reference: key of the answers of the reference program, which computes what the integers mean.
         answers: keys of the executions' answers, by execution.
-        absent: why others were not compared, by execution.
+        absent: why other executions were not compared, by execution.
         file: SHA-256 of the reference program.
         code: digest of the sources that compare.
     """
@@ -314,13 +316,13 @@ class CertificateKey(Key):
 
 @dataclass(frozen=True, kw_only=True)
 class LayersKey(Bench):
-    """What an engine computes for each layer of an INT8 artifact alone, on the reference's integers.
+    """What an engine computes for each layer of an INT8 artifact alone, given the reference's integers.
 
     Attributes:
         artifact: see `opening`.
         reference: SHA-256 of the reference program.
-        execution: what runs the layers.
-        images: SHA-256 of the images whose integers they are given.
+        execution: the execution that runs the layers.
+        images: SHA-256 of the images whose integers the layers get.
     """
 
     kind = "layers"
@@ -335,12 +337,12 @@ class ArchiveKey(Key):
     """A TorchServe archive.
 
     Attributes:
-        model_name: what it is served by; it stands in the archive.
-        card: the artifact's card as JSON values, with the hashes of its files; it travels whole.
+        model_name: the name that it is served under, which the archive contains.
+        card: the artifact's card as JSON values, with the hashes of its files. The archive contains all of it.
         serving: the text of its ``serving.json``.
-        known: the text of its ``known.json``; None: it has none.
+        known: the text of its ``known.json``. None if it has none.
         libraries: versions of the libraries that write it.
-        code: digest of the sources that travel in the archive or make it.
+        code: digest of the sources that the archive contains or that make it.
     """
 
     kind = "archive"
@@ -357,7 +359,7 @@ class ChartsKey(Key):
     """The charts of a report.
 
     Attributes:
-        report: what they may show of it, as JSON values.
+        report: the parts of the report that the charts may show, as JSON values.
         libraries: versions of the libraries that draw.
         code: digest of the sources that draw.
     """
@@ -369,5 +371,5 @@ class ChartsKey(Key):
 
 
 def paired(card: Card, execution: Execution) -> str:
-    """SHA-256 of an artifact with what runs it: equal for two pairs that nothing but their names tells apart."""
+    """Return the SHA-256 of an artifact with its execution. Pairs that differ only in names have equal ones."""
     return make_key(artifact=opening(card), execution=execution.to_json())

@@ -1,4 +1,4 @@
-"""What a pass did to each layer: a file beside the artifact's, for its report."""
+"""The file ``layers.json`` of an artifact, which tells its report what a pass did to each layer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from optimize.store.atomic_files import write_json
 from serve.runtime.display import Described
 
 EFFECTS_FILE = "layers.json"
-#: In a layer's place, for a figure of all of them.
+#: Replaces the layer's name if a figure is about all layers.
 WHOLE = "whole network"
 
 
 @dataclass(frozen=True)
 class Effect(Described):
-    """One figure of one layer.
+    """One figure about one layer.
 
     Attributes:
-        layer: its name in the graph; or `WHOLE`.
-        figure: what was measured, with its unit in words.
-        before: without the pass, or before it did its work.
-        after: with it.
+        layer: its name in the graph, or `WHOLE`.
+        figure: what was measured, with its unit.
+        before: the value without the pass, or before its work.
+        after: the value with the pass.
     """
 
     layer: str
@@ -34,13 +34,13 @@ class Effect(Described):
 
 
 def write_effects(effects: Sequence[Effect], folder: Path) -> None:
-    """Write ``layers.json``, where there is something to tell."""
+    """Write ``layers.json`` if there are effects."""
     if effects:
         write_json([dataclasses.asdict(effect) for effect in effects], folder / EFFECTS_FILE)
 
 
 def read_effects(folder: Path) -> tuple[Effect, ...]:
-    """Read what `write_effects` wrote; nothing where there is no such file."""
+    """Read what `write_effects` wrote. Empty if there is no such file."""
     path = folder / EFFECTS_FILE
     if not path.is_file():
         return ()

@@ -1,8 +1,8 @@
-"""The store's locks: exclusive ones by name, and the shared one of everything that uses the store.
+"""The store's locks: exclusive locks by name, and a shared lock that every user of the store holds.
 
-The exclusive ones are `filelock`'s. The shared one is a ``flock`` of our own: on Linux filelock (4.2) has a shared
-lock only as a SQLite database that its users poll, and this one is held for hours by processes that may be killed.
-The kernel releases both with the process, however it ends.
+The exclusive ones are `filelock`'s. The shared one is a ``flock`` of our own. filelock (4.2) has a shared lock on Linux
+only as a SQLite database that its users poll, and this lock is held for hours by processes that may be killed. The
+kernel releases both when the process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from filelock import FileLock, Timeout
 
 @contextlib.contextmanager
 def exclusive(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock ``path`` alone; waits for another thread or process that holds it.
+    """Hold the lock ``path`` alone. Waits for another thread or process that holds it.
 
     Args:
         path: the lock's file.
-        waiting: called once if somebody else holds it.
+        waiting: called once if the lock is held by somebody else.
     """
     lock = FileLock(path, thread_local=False)
     try:
@@ -39,7 +39,7 @@ def exclusive(path: Path, waiting: Callable[[], None] | None = None) -> Iterator
 
 
 def is_free(path: Path) -> bool:
-    """Whether nobody holds the exclusive lock ``path``."""
+    """Return whether nobody holds the exclusive lock ``path``."""
     lock = FileLock(path, thread_local=False)
     try:
         with lock.acquire(blocking=False):
@@ -49,11 +49,11 @@ def is_free(path: Path) -> bool:
 
 
 class Hold:
-    """A share of the lock ``path``, from now until `close`, or until nobody has this object any more.
+    """A share of the lock ``path``, held until `close` or until the object is garbage.
 
-    A child of a fork (a loader's worker) has a share of its own, that ends with it: the lock belongs to the open
-    file, which is closed and never unlocked, because unlocking would take it from the parent too. A program that
-    is started anew inherits nothing.
+    A forked child (a loader's worker) has its own share, which ends with the child. The lock belongs to the open file.
+    The file is closed and never unlocked, because unlocking would take the parent's share too. A newly started program
+    inherits nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,13 +62,13 @@ class Hold:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Give it back; nothing happens the second time."""
+        """Release the share. A second call does nothing."""
         self._close()
 
 
 @contextlib.contextmanager
 def unshared(path: Path) -> Iterator[bool]:
-    """Hold the lock of `Hold` alone, if nobody has a share of it; yields whether that is so, without waiting."""
+    """Hold the lock of `Hold` alone if nobody has a share of it. Yields whether it succeeded, and does not wait."""
     with path.open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,10 +1,9 @@
-"""The content-addressed store: folders of files under keys, whole or not there at all.
+"""The content-addressed store: folders of files under keys, each complete or absent.
 
-An object is a folder whose name is a key (the hash of everything that its content depends on) and
-whose manifest gives the SHA-256 of each of its files, and its own. It is built in a temporary folder and appears
-by one rename, so that a process killed at any moment leaves nothing half-written behind a key. Every
-time that an object is opened its files are hashed; one that does not match is thrown away and made
-again. An object may share files with another, by hard links; those are hashed once for both.
+An object is a folder. Its name is a key: the hash of everything that its content depends on. Its manifest gives the
+SHA-256 of each of its files and of itself. An object is built in a temporary folder and appears by one rename, so a
+process that is killed leaves nothing half-written under a key. Its files are hashed every time it is opened. A damaged
+object is removed and made again. Objects may share files by hard links, which are hashed once for all.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from serve.runtime.errors import UserError
 
 MANIFEST = "object.json"
 
-_FULL = 16 << 20  # bytes free below which a failed write is a full disk
-_SETTLED = 60.0  # seconds after which a temporary folder without a held lock has no owner
+_FULL = 16 << 20  # a failed write with fewer bytes free than this is reported as a full disk
+_SETTLED = 60.0  # a temporary folder that is older, in seconds, and has no held lock has no owner
 
 
 @dataclass(frozen=True)
 class StoredObject:
-    """A whole object.
+    """A complete object.
 
     Attributes:
-        folder: where its files are; treat as read-only.
+        folder: its files. Treat it as read-only.
         seconds: how long it took to build.
-        cached: whether it was there already.
+        cached: whether it already existed.
         created: when it was built, ISO 8601 in UTC, to the second.
         files: SHA-256 of each of its files by name.
     """
@@ -58,7 +57,7 @@ class StoredObject:
 
 
 class Store(Described):
-    """Objects under ``root/.store`` and runs, which link to them, under ``root/<run>``.
+    """The objects under ``root/.store``, and the runs that link to them under ``root/<run>``.
 
     Raises:
         UserError: ``root`` cannot be created or written.
@@ -72,7 +71,7 @@ class Store(Described):
         self._locks = root / layout.LOCKS
         self._hashes = Hashes(root / ".store" / "hashes.json")
         weakref.finalize(self, self._hashes.save)
-        #: Folder for files without a name.
+        #: Folder for unnamed files.
         self.scratch = self._temporary
         try:
             for folder in (self._objects, self._temporary, self._locks):
@@ -95,39 +94,39 @@ class Store(Described):
 
     @property
     def in_use(self) -> Path:
-        """The lock that keeps `pruning` out while anybody has a share of it."""
+        """Return the path of the lock that prevents `prune` while anybody has a share of it."""
         return self._locks / "in-use"
 
     @property
     def objects(self) -> Path:
-        """Where the objects' folders are."""
+        """Return the folder of the objects."""
         return self._objects
 
     def unfinished(self, key: str) -> Path:
-        """A folder for what the making of ``key`` wants to find again after it was interrupted.
+        """Return the folder for the checkpoints of the object ``key`` while it is made.
 
-        It need not be there, outlives the process, and is removed when the object is whole.
+        The folder may not exist. It survives the process, and is removed when the object is complete.
         """
         return self._unfinished / key
 
     def unfinished_work(self) -> list[Path]:
-        """The folders of what was begun and is not whole."""
+        """Return the folders of objects that were begun and not completed."""
         return sorted(self._unfinished.iterdir()) if self._unfinished.is_dir() else []
 
     def lock_files(self) -> list[Path]:
-        """The exclusive locks that have ever been taken."""
+        """Return the files of all exclusive locks that were ever taken."""
         return [path for path in self._locks.iterdir() if path != self.in_use]
 
     def hold(self) -> Hold:
-        """Keep every object from being pruned as long as the result lives: not all of them are named by a report."""
+        """Prevent pruning as long as the result lives, because reports do not name all objects."""
         return Hold(self.in_use)
 
     def open(self, key: str) -> StoredObject | None:
-        """A whole object, every file checked; None if it is absent or damaged."""
+        """Return a complete object after checking every file, or None if it is absent or damaged."""
         return self._found(key)
 
     def forget(self, key: str) -> None:
-        """Remove an object, if it is there, so that it is made again."""
+        """Remove an object if it exists, so that it is made again."""
         with contextlib.suppress(FileNotFoundError):
             doomed = self._temporary / f"forgotten-{uuid.uuid4().hex}"
             (self._objects / key).rename(doomed)
@@ -141,22 +140,22 @@ class Store(Described):
         *,
         about: str = "",
     ) -> StoredObject:
-        """The object under ``key``; built by ``build(folder)`` if it is not there.
+        """Return the object under ``key``, built by ``build(folder)`` if it does not exist.
 
-        Of two processes that want the same key one builds and the other waits for it.
+        If two processes want the same key, one builds and the other waits.
 
         Args:
             key: see `optimize.store.keys`.
-            build: writes the object's files into an empty folder; what it raises leaves no trace.
+            build: writes the object's files into an empty folder. If it raises, nothing is kept.
             waiting: called once if another process is building the object.
-            about: what it is, for people who prune; no part of the object's identity.
+            about: describes the object to people who prune. It is not part of the object's identity.
         """
         if (found := self._found(key)) is not None:
             return found
         with exclusive(self._locks / key, waiting):
             if (found := self._found(key)) is not None:
                 return found
-            self.forget(key)  # what is left there is damaged; under the lock, so that nobody has just replaced it
+            self.forget(key)  # Whatever is left there is damaged. The lock ensures that nobody has just replaced it.
             with self.workspace() as temporary:
                 content = temporary / "object"
                 content.mkdir()
@@ -165,7 +164,7 @@ class Store(Described):
                 except (NotApplicableError, UserError):
                     raise
                 except Exception as error:
-                    # torch and safetensors report a full disk as exceptions of their own.
+                    # torch and safetensors report a full disk as exceptions of their own
                     if "No space left" in str(error) or shutil.disk_usage(self.root).free < _FULL:
                         raise UserError(no_space(self.root)) from error
                     raise
@@ -180,12 +179,15 @@ class Store(Described):
         return _stored(folder, _manifest(folder), cached=True)
 
     def lock(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Hold the lock called ``name``, alone; waits for another process that holds it."""
+        """Hold the lock ``name`` alone. Waits for another process that holds it."""
         return exclusive(self._locks / name)
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:
-        """A temporary folder on the store's file system, removed at the end, or by the next run if we are killed."""
+        """Yield a temporary folder on the store's file system.
+
+        It is removed at the end, or by a later run if this process is killed.
+        """
         folder = self._temporary / uuid.uuid4().hex
         folder.mkdir()
         try:
@@ -211,7 +213,7 @@ class Store(Described):
             temporary.unlink(missing_ok=True)
 
     def runs(self) -> list[str]:
-        """Names of the runs that have a report, in order."""
+        """Return the sorted names of the runs that have a report."""
         return sorted(path.parent.name for path in self.root.glob(f"*/{layout.REPORT_FILE}"))
 
     def _sweep(self) -> None:
@@ -219,7 +221,7 @@ class Store(Described):
         for folder in self._temporary.iterdir():
             with contextlib.suppress(OSError):  # another process may be sweeping too
                 if time.time() - folder.stat().st_mtime < _SETTLED:
-                    continue  # perhaps just made, its lock not yet taken
+                    continue  # it may be new, with its lock not yet taken
                 lock = folder / ".lock"
                 if not folder.is_dir():
                     folder.unlink()
@@ -230,7 +232,7 @@ class Store(Described):
 def _build(
     content: Path, key: str, build: Callable[[Path], None], about: str, hash_of: Callable[[Path], str]
 ) -> dict[str, Any]:
-    """Build an object in the empty folder ``content`` and seal it with its manifest, which is returned."""
+    """Build an object in the empty folder ``content``, write its manifest and return it."""
     started = time.perf_counter()
     build(content)
     manifest = {
@@ -245,11 +247,11 @@ def _build(
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an object.
+    """Read the manifest of an object.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it was changed after it was written, or is another object's.
+        ValueError: it was changed after it was written, or belongs to another object.
     """
     manifest = unsealed((folder / MANIFEST).read_text(encoding="utf-8"))
     if manifest["key"] != folder.name:
@@ -262,13 +264,13 @@ def _stored(folder: Path, manifest: Mapping[str, Any], *, cached: bool) -> Store
 
 
 def no_space(folder: Path) -> str:
-    """The one line for a full disk."""
+    """Return the error message for a full disk, in one line."""
     free = command("optimize prune", folder)
     return f"no space left on the disk of {folder}: free some ({free}), or name another --store"
 
 
 def fault(folder: Path, hash_of: Callable[[Path], str] = sha256_file) -> str | None:
-    """What is wrong with an object's folder, in one line; None if it is whole."""
+    """Describe the damage of an object's folder in one line. None if it is complete."""
     try:
         files: dict[str, str] = _manifest(folder)["files"]
     except (OSError, ValueError) as error:

@@ -1,7 +1,8 @@
-"""Which source files a result depends on: a module and what it imports, found by reading the imports.
+"""Finds the source files that a result depends on: a module and everything that it imports.
 
-Nothing is listed by hand, so that nothing can be forgotten when code moves or grows. Comments and blank
-lines do not count: a remark must not cost a training. Everything else does, docstrings and layout included.
+The imports are read from the source, so no list by hand can become outdated when code moves or grows. Comments and
+blank lines do not count, because a remark must not cause another training. Everything else counts, including docstrings
+and layout.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from typing import Any
 
 from optimize.store.source_cache import SourceCache
 
-#: The packages whose sources belong to the project; others are covered by their versions.
+#: The packages of the project. Other packages are covered by their versions.
 PROJECT = ("optimize", "serve")
 
 
 def code_of(*makers: Callable[..., Any]) -> str:
-    """`source_digest` of the modules in which functions or classes are defined: those that make a result."""
+    """Return `source_digest` of the modules that define the given functions or classes."""
     return source_digest(*(maker.__module__ for maker in makers))
 
 
 def source_digest(*modules: str) -> str:
-    """SHA-256 over the sources of ``modules`` and of everything of the project that they import, in turn.
+    """Return the SHA-256 over the sources of ``modules`` and of all project modules that they import, recursively.
 
-    Imports inside functions count, those for type checkers only do not. A foreign module (a pass from another
-    distribution) is read together with the modules of its own top-level package.
+    Imports inside functions count. Imports for type checkers alone do not. A module of another distribution (a pass,
+    for instance) is read with the modules of its own top-level package.
 
     Args:
         modules: importable names, such as ``optimize.passes.ptq``.
@@ -50,10 +51,11 @@ def source_digest(*modules: str) -> str:
 
 
 def closure(*modules: str) -> frozenset[str]:
-    """Names of ``modules``, and of the modules of the project and of their own packages that they import, in turn.
+    """Return the names of ``modules`` and of all modules that they import, recursively.
 
-    A module that keeps a ``Registry`` imports all modules of the registry's package, though no import says so:
-    whoever reads the registry may get any of them. One of those modules itself does not thereby import the others.
+    Only modules of the project and of the packages of ``modules`` count. A module with a ``Registry`` counts as
+    importing all modules of the registry's package, although no import says so, because a reader of the registry may
+    get any of them. A module in that package does not thereby import its neighbours.
     """
     inside = {*PROJECT, *(name.partition(".")[0] for name in modules)}
     found: set[str] = set()
@@ -64,7 +66,7 @@ def closure(*modules: str) -> frozenset[str]:
             continue
         found.add(name)
         package = name.rpartition(".")[0]
-        if "." in package:  # it is run too; what the top of a distribution exports changes no result
+        if "." in package:  # the package runs too; the exports of a distribution's top package change no result
             waiting.append(package)
         facts = _facts(name)
         waiting += [entry for entry in facts.imports if entry.partition(".")[0] in inside and _found(entry) is not None]
@@ -76,7 +78,7 @@ def closure(*modules: str) -> frozenset[str]:
 
 @functools.cache
 def _source(name: str) -> tuple[bytes, bool]:
-    """A module's source, and whether it is a package."""
+    """Return a module's source, and whether it is a package."""
     spec = _found(name)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         raise ValueError(f"the module {name} has no source file, so that changes to it could not be noticed")
@@ -85,16 +87,16 @@ def _source(name: str) -> tuple[bytes, bool]:
 
 @functools.cache
 def without_comments(source: bytes) -> bytes:
-    """Python source without comments and without the blank lines between statements; strings stay as they are.
+    """Return Python source without comments and without blank lines between statements. Strings are not changed.
 
     Raises:
-        SyntaxError: it is no Python source.
+        SyntaxError: it is not Python source.
         tokenize.TokenError: it ends within a statement.
-        ValueError: it is not in the encoding that it states, which is UTF-8 where it states none.
+        ValueError: its encoding is not the one that it states (UTF-8 by default).
     """
     source = source.replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # as Python reads it
     encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
-    # Not splitlines: a form feed ends a line for it, and none for the tokenizer that counts them.
+    # Not splitlines: it ends a line at a form feed, where the tokenizer that counts lines does not.
     lines = source.decode(encoding).removesuffix("\n").split("\n")
     blank = set()
     for token in tokenize.tokenize(io.BytesIO(source).readline):
@@ -102,18 +104,18 @@ def without_comments(source: bytes) -> bytes:
         if token.type == tokenize.COMMENT:
             lines[row - 1] = lines[row - 1][:column].rstrip()
         elif token.type == tokenize.NL and not lines[row - 1].strip():
-            blank.add(row)  # a blank line within a string is no token of its own
+            blank.add(row)  # a blank line within a string is not a token of its own
     return "\n".join(line for row, line in enumerate(lines, start=1) if row not in blank).encode()
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a module's source says.
+    """Facts about a module's source.
 
     Attributes:
         digest: SHA-256 of the source without comments.
-        imports: absolute names of what it imports when it is loaded or run.
-        registries: packages that its registries are made for.
+        imports: absolute names of all that it imports when it is loaded or run.
+        registries: packages of its registries.
     """
 
     digest: str
@@ -142,7 +144,7 @@ def _read(name: str, source: bytes, is_package: bool) -> dict[str, Any]:
 
 
 def _registered_packages(nodes: Iterable[ast.AST], name: str, package: str) -> Iterator[str]:
-    """The packages that a module's registries are made for: strings, or its own ``__name__`` or ``__package__``."""
+    """Yield the packages of a module's registries: strings, or its own ``__name__`` or ``__package__``."""
     for node in nodes:
         if not isinstance(node, ast.Call) or _called(node.func) != "Registry":
             continue
@@ -157,21 +159,21 @@ def _registered_packages(nodes: Iterable[ast.AST], name: str, package: str) -> I
 
 @functools.cache
 def _members(package: str) -> tuple[str, ...]:
-    """All modules of a package; a module that is none has no others."""
+    """Return all modules of a package. Empty for a module that is not a package."""
     spec = _found(package)
     assert spec is not None
     return tuple(f"{package}.{entry.name}" for entry in pkgutil.iter_modules(spec.submodule_search_locations or ()))
 
 
 def imported_names(source: bytes, package: str) -> list[str]:
-    """What a source imports when it is loaded or run: absolute names, of modules and of what is taken from them.
+    """Return the absolute names that a source imports when it is loaded or run: modules and the names taken from them.
 
     Args:
         source: Python source.
-        package: dotted name of the package that it lies in, which relative imports start from; may be empty.
+        package: dotted name of the source's package, at which relative imports start. It may be empty.
 
     Raises:
-        SyntaxError: it is no Python source.
+        SyntaxError: it is not Python source.
         ImportError: a relative import leads out of the outermost package.
     """
     return _imported(_walk(ast.parse(source)), package)
@@ -195,7 +197,7 @@ def _imported(nodes: Iterable[ast.AST], package: str) -> list[str]:
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """As `ast.walk`, in the order of the source and without the blocks that only type checkers see."""
+    """Walk as `ast.walk` does, in source order and without the blocks for type checkers."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
@@ -214,7 +216,7 @@ def _is_for_type_checkers(test: ast.expr) -> bool:
 
 
 def _called(node: ast.expr) -> str:
-    """The last part of a name: ``Registry`` of ``registry.Registry[Target]``; empty of any other expression."""
+    """Return the last part of a name: ``Registry`` for ``registry.Registry[Target]``, empty for other expressions."""
     if isinstance(node, ast.Subscript):
         node = node.value
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
@@ -222,9 +224,10 @@ def _called(node: ast.expr) -> str:
 
 @functools.cache
 def _found(name: str) -> ModuleSpec | None:
-    """Where a module lies; None: there is none, as of a class in a module.
+    """Find a module's spec. None if there is no such module, for instance for the name of a class.
 
-    Nothing is imported for it: `importlib.util.find_spec` imports all that the name lies in, be it matplotlib.
+    Nothing that could be large is imported: `importlib.util.find_spec` would import all parent packages, for instance
+    matplotlib.
     """
     package, _, last = name.rpartition(".")
     try:
@@ -234,5 +237,5 @@ def _found(name: str) -> ModuleSpec | None:
         if above is None or above.submodule_search_locations is None:
             return None
         return PathFinder.find_spec(name, above.submodule_search_locations)
-    except (ImportError, ValueError):  # a name that is computed; a module without a spec
+    except (ImportError, ValueError):  # a computed name, or a module without a spec
         return None

@@ -1,4 +1,4 @@
-"""What a store no longer needs: objects that no run names, no server serves and no program uses; unfinished work."""
+"""Finds and removes what a store no longer needs: unfinished work, and objects without a run, server or program."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Prunable:
     """Objects that nothing needs.
 
     Attributes:
-        objects: folders of the objects and of unfinished work, and what each is, as far as is known.
-        size: bytes that their removal frees: a file that a run still shows frees nothing.
-        kept: why objects are kept that no run names, in a line each.
+        objects: folders of the objects and of unfinished work, each with its description if it is known.
+        size: bytes that removing them frees. A file that a run also links frees nothing.
+        kept: why objects that no run names are kept, one line each.
     """
 
     objects: Mapping[Path, str]
@@ -33,7 +33,7 @@ class Prunable:
     kept: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """A line for each model and its data: what there is of it, and how many objects where it is several."""
+        """Return one line for each model with its data: the kinds of its objects, with a count if there are several."""
         found: dict[str, Counter[str]] = {}
         for about in self.objects.values():
             origin, _, what = (about or "of unknown origin: objects").partition(": ")
@@ -45,7 +45,7 @@ class Prunable:
 
 
 def prunable(store: Store) -> Prunable:
-    """What `prune` would remove now.
+    """Return what `prune` would remove now.
 
     Raises:
         UserError: a live program uses the store, or a run's ``objects.json`` cannot be read.
@@ -55,13 +55,13 @@ def prunable(store: Store) -> Prunable:
 
 
 def prune(store: Store, agreed: Prunable) -> Prunable:
-    """Remove what was agreed to, unless a run has come to need it since, and locks that nobody holds.
+    """Remove what was agreed to, unless a run needs it by now, and remove locks that nobody holds.
 
     Returns:
         What was removed.
 
     Raises:
-        UserError: as `prunable`.
+        UserError: as in `prunable`.
     """
     with unshared(store.in_use) as alone:
         present = _prunable(store, alone=alone)
@@ -69,7 +69,7 @@ def prune(store: Store, agreed: Prunable) -> Prunable:
         removed = Prunable(doomed, _freed(doomed), present.kept)
         for folder in doomed:
             shutil.rmtree(folder, ignore_errors=True)
-        for lock in store.lock_files():  # one for each object that was ever looked for; nobody waits for any now
+        for lock in store.lock_files():  # one for each object that was ever requested; nobody waits for one now
             if is_free(lock):
                 lock.unlink(missing_ok=True)
     return removed
@@ -102,21 +102,21 @@ def _prunable(store: Store, *, alone: bool) -> Prunable:
 
 
 def _listed(path: Path) -> list[str]:
-    """The keys that a run's ``objects.json`` names.
+    """Return the keys that a run's ``objects.json`` names.
 
     Raises:
         ValueError: it cannot be read, or was changed.
         TypeError: it is not a list.
-        UserError: the sealed list that says whether it was is damaged.
+        UserError: the seal that would show a change is damaged.
     """
     folder, content = path.parent, path.read_text(encoding="utf-8")
-    if os.path.lexists(folder / layout.SEAL_FILE):  # an older version sealed nothing
+    if os.path.lexists(folder / layout.SEAL_FILE):  # older versions did not seal it
         sealed_files.require(folder, path.name)
     return [*json.loads(content)]
 
 
 def _freed(folders: Mapping[Path, str]) -> int:
-    """Bytes of the files that have no name outside of ``folders``: objects share files, and runs show them."""
+    """Return the bytes of the files without a name outside ``folders``: objects share files, and runs link to them."""
     stats = [path.stat() for folder in folders for path in folder.iterdir()]
     names = Counter((stat.st_dev, stat.st_ino) for stat in stats)
     whole = {(stat.st_dev, stat.st_ino): stat for stat in stats if stat.st_nlink == names[stat.st_dev, stat.st_ino]}

@@ -1,4 +1,4 @@
-"""How a training went: its curves, and where its time went. An artifact keeps it for its report; no key has it."""
+"""The history of a training: its curves and where its time went. It is kept for reports and is no part of a key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from serve.runtime.display import Described
 
-#: The parts of an epoch's time, and what they are called.
+#: The parts of an epoch's time and their names.
 PARTS: Final = {
     "data": "data",
     "compute": "compute",
@@ -21,14 +21,14 @@ PARTS: Final = {
 
 @dataclass(frozen=True, repr=False)
 class Times(Described):
-    """Where an epoch's time went, seconds; of several processes the first's.
+    """Where an epoch's time went, in seconds. With several processes these are the times of the first.
 
     Attributes:
         data: waiting for images, and changing them at random.
         compute: forward, backward and the optimizer.
-        communication: waiting for the other processes: what they send, and that they come so far.
-        judgement: top-1 on the held-out images.
-        checkpoints: writing how far the run has come.
+        communication: waiting for the other processes and for what they send.
+        judgement: computing top-1 on the held-out images.
+        checkpoints: writing checkpoints.
     """
 
     data: float = 0.0
@@ -39,7 +39,7 @@ class Times(Described):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts, in seconds."""
         return self.data + self.compute + self.communication + self.judgement + self.checkpoints
 
     def __add__(self, other: Times) -> Times:
@@ -61,7 +61,7 @@ class Epoch(Described):
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Epoch:
-        """What ``dataclasses.asdict`` gave."""
+        """Return the epoch that ``dataclasses.asdict`` turned into ``body``."""
         return cls(**{**body, "times": Times(**body["times"])})
 
     def _facts(self) -> dict[str, str]:
@@ -71,12 +71,12 @@ class Epoch(Described):
 
 @dataclass(frozen=True, repr=False)
 class Point(Described):
-    """Some steps of an epoch, one after the other.
+    """Some consecutive steps of an epoch.
 
     Attributes:
-        step: how many steps of the training are done after them.
+        step: the number of training steps that are done after them.
         loss: mean over their images (nats).
-        learning_rate: of the last of them.
+        learning_rate: the learning rate of the last of them.
     """
 
     step: int
@@ -86,15 +86,15 @@ class Point(Described):
 
 @dataclass(frozen=True, repr=False)
 class History(Described):
-    """A training, from the first epoch to the last.
+    """A training from its first epoch to its last.
 
     Attributes:
-        epochs: one after the other.
-        points: the loss in more detail than by epochs.
-        steps: how many an epoch has.
-        best: number of the kept epoch, from 0; None: none was better than the network as it came.
-        before: top-1 on the held-out images before the first epoch (fraction), where that was judged.
-        processes: how many trained together.
+        epochs: the epochs in order.
+        points: the loss in finer steps than epochs.
+        steps: the number of steps in an epoch.
+        best: number of the kept epoch, from 0. None if none was better than the initial network.
+        before: top-1 on the held-out images before the first epoch (fraction), if it was measured.
+        processes: the number of processes that trained together.
     """
 
     epochs: tuple[Epoch, ...]
@@ -106,12 +106,12 @@ class History(Described):
 
     @property
     def times(self) -> Times:
-        """Of all epochs."""
+        """The sum over all epochs."""
         return sum((epoch.times for epoch in self.epochs), Times())
 
     @property
     def split(self) -> str:
-        """Where an epoch's time went, in words."""
+        """Describe where an epoch's time went."""
         parts = [f"{PARTS[name]} {100 * share:.0f} %" for name, share in shares(self.times).items() if share]
         return f"{self.times.total / len(self.epochs):.3g} s an epoch: {', '.join(parts)}"
 
@@ -121,11 +121,11 @@ class History(Described):
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> History:
-        """What ``dataclasses.asdict`` gave, out of JSON."""
+        """Return the history that ``dataclasses.asdict`` and JSON turned into ``body``."""
         epochs = tuple(map(Epoch.from_json, body["epochs"]))
         return cls(**{**body, "epochs": epochs, "points": tuple(Point(**point) for point in body["points"])})
 
 
 def shares(times: Times) -> dict[str, float]:
-    """Each part of `PARTS` as a share of the whole, in [0, 1]."""
+    """Return each part of `PARTS` as a share of the whole, in [0, 1]."""
     return {name: getattr(times, name) / (times.total or 1.0) for name in PARTS}
