@@ -323,7 +323,7 @@ def test_help_says_of_each_setting_what_it_means_and_what_it_usually_is_on_two_s
         description = ServingOptions.model_fields[field].description
         assert description is not None
         assert f" {flag} {description[:60]}" in words
-    assert "Most images that go through the network together. [default: (16); 1<=x<=1024]" in words
+    assert "Most images that go through the network together. [default: 16; 1<=x<=1024]" in words
     assert set(ServingOptions.model_fields) - {"engines", "options"} <= {
         word.replace("-", "_") for word in re.findall(r"--([a-z-]+)", shown)
     }
