@@ -1,5 +1,5 @@
-"""What is known of an artifact because it was measured.
+"""Measures artifacts.
 
-In: artifacts, a context, a store. Does: opens each by every execution, each in a process of its own that takes turns.
-Out: accuracy, latency, footprint, parity, each with its provenance.
+Input: artifacts, a context, a store. Does: opens each artifact with every execution, each in its own process, and lets
+the processes take turns. Output: accuracy, latency, footprint and parity, each with its provenance.
 """

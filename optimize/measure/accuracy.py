@@ -1,4 +1,4 @@
-"""What an artifact answers on the validation images, and how that compares to another artifact's answers."""
+"""An artifact's answers on the validation images, and their comparison with another artifact's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optimize.measure.figures import Accuracy, Difference, Parity
 from optimize.measure.latency import Call
 from optimize.measure.statistics import paired_difference, sqnr_db
 
-#: Logits are kept of this many images, spread over the split (which may be sorted by class), for parity.
+#: The number of images whose logits are kept for parity. They are spread over the split, which may be sorted by class.
 PARITY_IMAGES = 512
 
 _FILE = "answers.safetensors"
@@ -22,11 +22,11 @@ _FILE = "answers.safetensors"
 
 @dataclass(frozen=True)
 class Answers:
-    """An artifact's answers on the validation split, in its order, without the images that cannot be read.
+    """An artifact's answers on the validation split in its order, without the images that cannot be read.
 
     Attributes:
         first: ``bool (N,)``, whether the best class is the right one.
-        five: ``bool (N,)``, whether the right one is among the best five.
+        five: ``bool (N,)``, whether the right class is among the best five.
         predicted: ``int64 (N,)``, the best class.
         logits: ``float32 (min(N, 512), classes)``, of images at equal distances.
         left_out: ``int64``, rows of the split that cannot be read.
@@ -40,12 +40,12 @@ class Answers:
 
     @property
     def top1(self) -> float:
-        """Share of images whose best class is right."""
+        """Return the share of images whose best class is right."""
         return self.first.double().mean().item()
 
     @property
     def top5(self) -> float:
-        """Share of images whose right class is among the best five."""
+        """Return the share of images whose right class is among the best five."""
         return self.five.double().mean().item()
 
 
@@ -55,11 +55,11 @@ def answer(score: Call, context: Context, max_batch: int) -> Answers:
     Args:
         score: ``uint8 (N, C, H, W)`` to logits ``float32 (N, classes)``.
         context: data and preprocessing.
-        max_batch: most images that are run together.
+        max_batch: the largest batch.
 
     Raises:
         PassError: a logit is NaN or infinite.
-        UserError: images cannot be read, and the context does not say to go on without them.
+        UserError: images cannot be read, and the context does not allow leaving them out.
     """
     count = len(context.data.val)
     kept = torch.zeros(count, dtype=torch.bool)
@@ -70,7 +70,7 @@ def answer(score: Call, context: Context, max_batch: int) -> Answers:
         scores = score(images)
         if not torch.isfinite(scores).all():
             raise PassError("its logits are NaN or infinite on validation images")
-        # Of equal logits, which int8 often gives, the served answer has the lower index first; topk has either.
+        # int8 often gives equal logits. The server sorts them by index, so this sort must be stable. topk is not.
         best = scores.sort(dim=1, descending=True, stable=True).indices[:, :5]
         right = best == labels[:, None]
         first.append(right[:, 0])
@@ -93,12 +93,12 @@ def load_answers(folder: Path) -> Answers:
 
 
 def accuracy(answers: Answers, baseline: Answers | None, key: str) -> Accuracy:
-    """Top-1 and top-5, and the paired difference of top-1 to the baseline's answers on the same images.
+    """Compute top-1 and top-5, and the paired difference of top-1 to the baseline on the same images.
 
     Args:
-        answers: of the artifact.
-        baseline: of what it is compared with, None if it is that itself.
-        key: that the store has ``answers`` by.
+        answers: the artifact's answers.
+        baseline: the baseline's answers, or None if the artifact is the baseline.
+        key: the store's key of ``answers``.
     """
     alone = Accuracy(
         top1=answers.top1, top5=answers.top5, images=len(answers.first), left_out=len(answers.left_out), answers=key
@@ -110,12 +110,12 @@ def accuracy(answers: Answers, baseline: Answers | None, key: str) -> Accuracy:
 
 
 def parity(reference: Answers, other: Answers, name: str) -> Parity:
-    """How close two artifacts' logits are, on `PARITY_IMAGES` images, and how often they agree on all.
+    """Compare the logits of two artifacts on `PARITY_IMAGES` images, and their best classes on all images.
 
     Args:
         reference: the answers of the artifact called ``name``.
-        other: the answers that are compared with them.
-        name: what the reference is called in the report.
+        other: the answers to compare with them.
+        name: the name of the reference in the report.
     """
     difference = (reference.logits - other.logits).abs()
     return Parity(

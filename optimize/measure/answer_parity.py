@@ -1,4 +1,4 @@
-"""Answers of executions against those of what the integers mean: the parity certificate, from answers alone."""
+"""Compares the answers of executions with those of the reference program: the parity certificate."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def certificate(
     cpu: str,
     versions: Mapping[str, str],
 ) -> Certificate:
-    """Compare what executions answered with what the reference did, on the same images.
+    """Compare the executions' answers with the reference's on the same images.
 
     Args:
-        reference: of torch's program of explicit quantizers around float operators.
-        others: by execution; torch's kernels, ONNX Runtime, OpenVINO.
-        step: scale of the answer's quantizer.
+        reference: the answers of torch's program of explicit quantizers around float operators.
+        others: the answers of torch's kernels, ONNX Runtime and OpenVINO, by execution.
+        step: scale of the output quantizer.
         file: SHA-256 of the reference program.
         data: fingerprint of the images.
         absent: why other executions were not compared.
         cpu: the processor.
-        versions: of the libraries.
+        versions: versions of the libraries.
     """
     return Certificate(
         reference=file,
@@ -46,10 +46,10 @@ def certificate(
 
 
 def agreement(execution: str, reference: Answers, answers: Answers, step: float | None) -> Agreement:
-    """How near one execution's answers are to the reference's.
+    """Measure how near one execution's answers are to the reference's.
 
-    ``steps`` is the largest difference of two logits over ``step``: how many integers of the answer's quantizer lie
-    between them. It is a whole number but for float rounding where both answers are quantized by that step.
+    ``steps`` is the largest difference of two logits divided by ``step``: the number of the output quantizer's steps
+    between them. If that quantizer produced both answers, it is a whole number, apart from float rounding.
     """
     alike = parity(reference, answers, "reference")
     paired = paired_difference(reference.first.numpy(), answers.first.numpy())

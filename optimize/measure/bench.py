@@ -1,9 +1,9 @@
-"""Measures the artifacts of a run, each by every execution, each measurement kept in the store.
+"""Measures the artifacts of a run with every execution, and keeps each measurement in the store.
 
-Accuracy and footprint belong to one pair of artifact and execution and are kept for it. Speed belongs to the set that
-was measured in turns: if any member of the set changes, all are timed again, because times of two different quarters
-of an hour are not comparable. Everything is measured in the execution's own process, by the runtime that serves it;
-where everything is in the store, no process is started.
+Accuracy and footprint are kept for each pair of artifact and execution. Speed is kept for the set that was measured in
+turns: if any member changes, all are timed again, because times from different quarters of an hour are not comparable.
+Each execution is measured in its own process, by the serving runtime. If everything is in the store, no process is
+started.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _T = TypeVar("_T")
 _SPEED_FILE = "speed.json"
 _FOOTPRINT_FILE = "footprint.json"
 _PROBE_FILE = "probe.json"
-# Images beyond those that a turn needs, where none of these can be read.
+# The number of further images to try if none of those that a turn needs can be read.
 _SPARE = 64
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pair that is to be measured: an artifact, and what runs it."""
+    """A pair to measure: an artifact and its execution."""
 
     artifact: Artifact
     execution: Execution
@@ -70,12 +70,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Kept(Generic[_T]):
-    """A measurement's value, the key that the store has it by, and what taking it cost, now or at another time.
+    """A measurement's value with its key in the store and its cost, whether it was measured now or earlier.
 
     Attributes:
-        value: what was measured.
-        key: of the object in the store.
-        seconds: how long the measuring took.
+        value: the measured value.
+        key: key of the object in the store.
+        seconds: how long the measurement took.
         cached: whether it was taken from the store.
         created: when it was measured, ISO 8601 in UTC.
     """
@@ -89,7 +89,7 @@ class Kept(Generic[_T]):
 
 @dataclass(frozen=True)
 class Weighed:
-    """What opening a pair in a process of its own tells; ``provider`` is what executes it."""
+    """The result of opening a pair in its own process. ``provider`` is the library that executes it."""
 
     provider: str
     footprint: Footprint
@@ -97,7 +97,7 @@ class Weighed:
 
 @dataclass(frozen=True)
 class Working:
-    """An execution whose engine works on this machine; ``key`` is of the object in the store that says so."""
+    """An execution whose engine works on this machine. ``key`` is the key of the stored object that records it."""
 
     execution: Execution
     key: str
@@ -108,8 +108,8 @@ class SpeedTable:
     """Times of a set measured in turns.
 
     Attributes:
-        speeds: of pairs, by id, and of references, by name.
-        references: names of those that were timed.
+        speeds: the speeds of pairs by id, and of references by name.
+        references: names of the references that were timed.
         skipped: pairs and references that could not be timed, with the reason.
     """
 
@@ -120,13 +120,13 @@ class SpeedTable:
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures on one machine, with one data set, through one store. A context, whose processes end with it.
+    """Measures on one machine, with one data set, through one store. A context manager that ends its processes.
 
     Attributes:
-        store: what was measured is kept here.
+        store: keeps the measurements.
         context: data, preprocessing, listener.
-        timing: which executions are measured, and how their speed is.
-        devices: where to measure: ``cpu``, ``cuda`` or ``cuda:N``, those that there are.
+        timing: the executions to measure, and how to measure speed.
+        devices: where to measure: existing devices as ``cpu``, ``cuda`` or ``cuda:N``.
         remeasure: never take speed from the store.
     """
 
@@ -149,27 +149,26 @@ class Bench:
         self._pool.close()
 
     def candidates(self, artifact: Artifact, *, baseline: bool = False) -> list[Candidate]:
-        """The artifact with each execution that it is to be measured by, the preferred one first.
+        """Return the artifact with each execution to measure, the preferred one first.
 
         Args:
-            artifact: what is to be measured.
-            baseline: whether the others are compared with it; it has an execution even if none of those that are
-                wanted runs it.
+            artifact: the artifact to measure.
+            baseline: whether the others are compared with it. It has an execution even if no requested one can run it.
 
         Raises:
-            EngineError: there is none; the message is the reason.
+            EngineError: there is no execution. The message is the reason.
         """
         executions = wanted_executions(artifact.card, self.devices, self.timing.executions, needed=baseline)
         return [Candidate(artifact, execution) for execution in executions]
 
     def probe(self, execution: Execution) -> str:
-        """Find out whether an execution's engine works on this machine, once for machine and libraries.
+        """Check once for this machine and its libraries whether an execution's engine works.
 
         Returns:
-            Key of the object that says so.
+            Key of the object that records it.
 
         Raises:
-            EngineError: it does not; that is found out anew each time.
+            EngineError: the engine does not work. This is checked again each time.
         """
 
         def build(folder: Path) -> None:
@@ -186,10 +185,10 @@ class Bench:
         return key.digest
 
     def working(self, *artifacts: Artifact) -> list[Working]:
-        """The executions that run each of some artifacts on this machine, the preferred one first.
+        """Return the executions that run all of these artifacts on this machine, the preferred one first.
 
         Raises:
-            EngineError: there is none; the message has each one's reason.
+            EngineError: there are none. The message has the reason for each.
         """
         runs = [{execution_id(c.execution): c.execution for c in self.candidates(each)} for each in artifacts]
         found, reasons = [], []
@@ -207,7 +206,7 @@ class Bench:
         return found
 
     def answers(self, candidate: Candidate) -> Kept[Answers]:
-        """The pair's answers on the validation images."""
+        """Return the pair's answers on the validation images."""
 
         def build(folder: Path) -> None:
             worker = self._load(candidate).worker
@@ -216,7 +215,7 @@ class Bench:
         key = AnswersKey(
             artifact=opening(candidate.artifact.card),
             execution=candidate.execution.to_json(),
-            # How the validation images are prepared is the run's; the card's is in what the artifact is opened with.
+            # The run decides how validation images are prepared. The card's preprocessing is part of ``artifact``.
             preprocessing=self.context.preprocessing,
             images=self.context.data.val.fingerprint,
             skip_unreadable=self.context.skip_unreadable,
@@ -226,7 +225,7 @@ class Bench:
         return self._obtain(key, build, load_answers, candidate.artifact)
 
     def footprint(self, candidate: Candidate) -> Kept[Weighed]:
-        """Load time and peak memory, with the largest batch that is timed."""
+        """Measure load time and peak memory, with the largest batch that is timed."""
 
         def build(folder: Path) -> None:
             loaded = self._load(candidate)
@@ -246,14 +245,14 @@ class Bench:
         return self._obtain(key, build, read, candidate.artifact)
 
     def speed(self, candidates: Sequence[Candidate], *, beside_eager: bool = True) -> Kept[SpeedTable]:
-        """Times of the pairs and of the eager references of the first one's artifact, in turns.
+        """Time the pairs and the eager references of the first pair's artifact in turns.
 
-        An artifact without an eager module is represented by the nearest ancestor that has one. Without
-        ``beside_eager`` the pairs alone take turns.
+        If that artifact has no eager module, its nearest ancestor with one is used. Without ``beside_eager`` only the
+        pairs take turns.
         """
         first = candidates[0].artifact
         eager = eager_origin(first) if beside_eager else None
-        # Names are no inputs: two that the runtime cannot tell apart are measured once.
+        # Names are no inputs: two pairs that the runtime cannot tell apart are measured once.
         distinct = {candidate.digest: candidate for candidate in reversed(candidates)}
         references = references_on(self.devices) if beside_eager else {}
 
@@ -298,7 +297,10 @@ class Bench:
         return found
 
     def release(self, candidate: Candidate) -> None:
-        """End the pair's process, if it has one: of many pairs that are measured one after another, few may live."""
+        """End the pair's process, if it has one.
+
+        If many pairs are measured one after the other, only few can stay alive.
+        """
         self._pool.release(candidate.digest)
 
     def _load(self, candidate: Candidate) -> Loaded:
@@ -309,7 +311,7 @@ class Bench:
         return self._pool.another()
 
     def _turns(self, candidates: Mapping[str, Candidate], skipped: dict[str, str]) -> dict[str, Turn]:
-        """A turn of each pair, warmed up; and in ``skipped`` why there is none."""
+        """Return the turn of each pair after warming it up. ``skipped`` gets the reason for each pair that fails."""
         found: dict[str, Turn] = {}
         for digest in sorted(candidates):
             try:
@@ -320,7 +322,7 @@ class Bench:
         return found
 
     def _renewed(self, digest: str, skipped: dict[str, str]) -> Turn:
-        """The turns of a pair in a new process, warmed up; the one before has ended."""
+        """Return the turn of a pair in a new, warmed-up process. The old process has ended."""
         try:
             return self._warmed(digest, self._pool.renew(digest), skipped)
         except PipelineError as error:
@@ -348,7 +350,7 @@ class Bench:
         return found
 
     def _warmed(self, name: str, worker: Worker, skipped: dict[str, str]) -> Turn:
-        """Leave the images with a process and warm it up: its turns, the first that fails being noted."""
+        """Send the images to a process and warm it up. Returns its turn, which records a failure in ``skipped``."""
         for size in self.timing.batch_sizes:
             worker.keep(self._batch(size))
         worker.warm(self.timing.batch_sizes)
@@ -363,10 +365,11 @@ class Bench:
         return turn
 
     def _batch(self, size: int) -> torch.Tensor:
-        """``size`` validation images, repeated if there are fewer, ``uint8 (size, C, H, W)``."""
+        """Return ``size`` validation images, repeated if there are fewer, ``uint8 (size, C, H, W)``."""
         split = self.context.data.val
         count = min(size, len(split))
-        # Only so many are decoded: a large split would be read by worker processes. More where none of them can be.
+        # Decode only as many as needed, because worker processes would read a large split. Try more if none can be
+        # read.
         for limit in sorted({count, min(len(split), count + _SPARE), len(split)}):
             batches = loader(
                 split,
@@ -374,7 +377,7 @@ class Bench:
                 batch_size=count,
                 device=torch.device("cpu"),
                 limit=limit,
-                skip_unreadable=1.0,  # accuracy is where they are refused
+                skip_unreadable=1.0,  # measuring accuracy refuses them
             )
             try:
                 images, _ = next(iter(batches))
@@ -386,7 +389,7 @@ class Bench:
         return images.repeat(-(-size // len(images)), 1, 1, 1)[:size].contiguous()
 
     def _makers(self, candidate: Candidate) -> tuple[Callable[..., Any], ...]:
-        """What is called to open and run a pair."""
+        """Return the functions that are called to open and run a pair."""
         return (Child, Predictor, find_engine(candidate.execution.engine).open)
 
     def _obtain(
@@ -398,12 +401,12 @@ class Bench:
 
 
 class _EagerTurns:
-    """The turns of an eager module's references, each in a process of its own.
+    """The turns of an eager module's references, each in its own process.
 
     Args:
-        bench: whose processes and images they take.
-        references: kind and device of each, by name.
-        skipped: gets why one has no turns.
+        bench: provides the processes and images.
+        references: kind and device of each reference, by name.
+        skipped: receives the reason for each reference without turns.
     """
 
     def __init__(self, bench: Bench, references: Mapping[str, tuple[str, str]], skipped: dict[str, str]) -> None:
@@ -413,10 +416,10 @@ class _EagerTurns:
         self._workers: dict[str, Worker] = {}
 
     def open(self, name: str) -> Turn:
-        """Start the process of a reference, and end the one that it had.
+        """Start a new process for a reference, and end its previous one.
 
         Raises:
-            PipelineError: it does not run here.
+            PipelineError: the reference does not run here.
         """
         kind, device = self._references[name]
         if name in self._workers:
@@ -425,14 +428,14 @@ class _EagerTurns:
         try:
             worker.reference(kind, device, self.body)
             self.turns[name] = self._bench._warmed(name, worker, self._skipped)
-        except PipelineError as error:  # Inductor raises whatever its compiler does
+        except PipelineError as error:  # Inductor passes on any exception of its compiler
             self._skipped[name] = f"does not run here: {error}"
             worker.close()
             raise
         return self.turns[name]
 
     def renewed(self, name: str) -> Turn:
-        """Its turns from then on, in a new process; a compiled module keeps its own, as compiling takes minutes."""
+        """Return the turns in a new process. A compiled module keeps its process, because compiling takes minutes."""
         return self.turns[name] if REFERENCES[self._references[name][0]].compiled else self.open(name)
 
 
@@ -451,7 +454,7 @@ def _speed_from_json(body: Mapping[str, Any]) -> Speed:
 
 
 def eager_origin(artifact: Artifact) -> Artifact | None:
-    """The artifact itself, or the nearest that it was made from, that has an eager float module; None if none has."""
+    """Return the artifact or its nearest ancestor with an eager float module. None if there is none."""
     origin: Artifact | None = artifact
     while origin is not None and (origin.kind != "module" or origin.build_module is None):
         origin = origin.parent

@@ -1,4 +1,4 @@
-"""Which executions of an artifact are measured: all that can run it, or those that the user names."""
+"""Chooses the executions of an artifact to measure: all that can run it, or those that the user names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from serve.runtime.device.cpu_integers import saturates
 from serve.runtime.engines.base import execution_id, executions_for, find_engine
 from serve.runtime.errors import EngineError, UserError
 
-#: An engine's name, for it with its usual settings on every device that is measured; or one execution.
+#: The name of an engine, which stands for its default settings on every measured device, or one execution.
 Wanted = str | Execution
 
 
 def check_wanted(wanted: Iterable[Wanted]) -> None:
-    """Refuse what no engine here could be asked for.
+    """Check that the engines of this machine can understand these names and executions.
 
     Raises:
-        UserError: there is no such engine, it has no such option, or it does not run on that device.
+        UserError: the engine does not exist, lacks the option, or does not run on that device.
     """
     for entry in wanted:
         engine = find_engine(entry if isinstance(entry, str) else entry.engine)
@@ -33,16 +33,16 @@ def check_wanted(wanted: Iterable[Wanted]) -> None:
 def wanted_executions(
     card: Card, devices: Sequence[str], wanted: Sequence[Wanted] | None, *, needed: bool
 ) -> list[Execution]:
-    """The executions that an artifact is to be measured by, the preferred one first.
+    """Return the executions to measure an artifact with, the preferred one first.
 
     Args:
-        card: the artifact's.
-        devices: where is measured.
-        wanted: those that the user names; None takes all with their usual settings.
-        needed: whether there must be one, even if none of those named runs it.
+        card: the artifact's card.
+        devices: where to measure.
+        wanted: the executions that the user names. None takes all with their default settings.
+        needed: whether there must be one, even if none of those named can run the artifact.
 
     Raises:
-        EngineError: there is none; the message is the reason.
+        EngineError: there is none. The message is the reason.
     """
     usual = [execution for device in devices for execution in executions_for(card, device)]
     if not usual:
@@ -63,7 +63,7 @@ def wanted_executions(
 
 
 def _nowhere(card: Card, devices: Sequence[str]) -> str:
-    """Why an artifact cannot be measured on any of the devices."""
+    """Say why an artifact cannot be measured on any of the devices."""
     here = ", ".join(devices)
     if "cpu" in devices and (reason := saturates(card.target)) is not None:
         return reason

@@ -1,4 +1,4 @@
-"""Whether another order of the classes would explain a network's answers: outputs that mean other classes than said."""
+"""Detects outputs that mean other classes than stated: whether another class order explains a network's answers."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import numpy.typing as npt
 
 from optimize.data.class_order import ORDER_FLAG, ORDERS
 
-#: The other order must be right for this share of the images, and for this much more than the order that is used …
+#: The other order must be right for this share of the images, and for this much more than the order in use …
 _RIGHT, _GAIN = 0.5, 0.1
-#: … and more than chance would have it, in standard errors of the paired difference.
+#: … and more than chance would explain, in standard errors of the paired difference.
 _SURE = 5.0
 
 _Rows = npt.NDArray[np.int64]
 
 
 def misplaced(predicted: _Rows, labels: _Rows, classes: Sequence[str]) -> str | None:
-    """Say so where another order of the classes fits the answers far better than the one that is used.
+    """Return a message if another class order fits the answers far better than the one in use, else None.
 
-    Each half of the images is judged by the order that fits the other half best, so that an order which only fits
-    chance gains nothing.
+    Each half of the images is judged by the order that fits the other half best. So an order that only fits chance
+    gains nothing.
 
     Args:
         predicted: ``(N,)``, the best output for each image.
-        labels: ``(N,)``, its class.
-        classes: their names, in the order that is used.
+        labels: ``(N,)``, the class of each image.
+        classes: the names of the classes in the order in use.
     """
     even = np.arange(len(labels)) % 2 == 0
     right = np.empty(len(labels), bool)
@@ -52,7 +52,7 @@ def misplaced(predicted: _Rows, labels: _Rows, classes: Sequence[str]) -> str | 
 
 
 def _meant(predicted: _Rows, labels: _Rows, classes: int) -> _Rows:
-    """The class that each output stands for, each once: pairs that occur most often first."""
+    """Assign a different class to each output, taking the most frequent pairs first."""
     pairs, counts = np.unique(predicted * classes + labels, return_counts=True)
     meant = np.full(classes, -1)
     free = np.ones(classes, bool)
@@ -60,7 +60,7 @@ def _meant(predicted: _Rows, labels: _Rows, classes: int) -> _Rows:
         output, label = divmod(pair, classes)
         if meant[output] < 0 and free[label]:
             meant[output], free[label] = label, False
-    # Outputs that nothing is known of keep their class where it is free.
+    # An output without a pair keeps its class if that is free.
     for output in np.flatnonzero(meant < 0).tolist():
         if free[output]:
             meant[output], free[output] = output, False

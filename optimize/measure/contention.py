@@ -1,4 +1,4 @@
-"""What other processes take of the cores while something is timed: a busy machine gives numbers of its own."""
+"""Measures the share of the cores that other processes take during timing, because a busy machine distorts times."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from typing import Final
 
 import psutil
 
-#: Share of the cores from which on a turn is taken again, within a budget. /proc/stat counts in hundredths of a second,
-#: a turn takes some twenty of them on each core, and so this is as little as can be told of one turn.
+#: A turn is repeated, within a budget, if others take more than this share of the cores. /proc/stat counts in
+#: hundredths of a second, and a turn takes about twenty of them on each core. So no smaller share can be measured in
+#: one turn.
 UNSTEADY: Final = 0.2
-#: Share of the cores, over all turns, from which on speeds are provisional.
+#: Speeds are provisional if others take more than this share of the cores over all turns.
 BUSY: Final = 0.1
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
-# Fields of a line of /proc/stat (proc(5)): user, nice, system, irq, softirq and steal. Not idle, nor waiting for disks.
+# Fields of a line of /proc/stat (proc(5)): user, nice, system, irq, softirq and steal. Idle time and waiting for disks
+# do not count.
 _BUSY_FIELDS: Final = (1, 2, 3, 6, 7, 8)
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What others took of the cores while speeds were taken; see `optimize.measure.rows.Measurement`."""
+    """The share of the cores that others took during timing. See `optimize.measure.rows.Measurement`."""
 
     others: float | None = None
     busiest: float | None = None
@@ -35,12 +37,12 @@ class Disturbance:
 
 
 def disturbance(shares: Iterable[float | None], clocks: Iterable[float | None], remedy: str) -> Disturbance:
-    """What others took in all, how fast the cores' clocks ran, and whether the speeds are provisional.
+    """Summarise the share that others took, the clocks of the cores, and whether the speeds are provisional.
 
     Args:
-        shares: of each turn, as `Watch.others` gives them.
-        clocks: behind each turn, as `Watch.clock` gives them.
-        remedy: how they are measured again, a few words.
+        shares: the result of `Watch.others` for each turn.
+        clocks: the result of `Watch.clock` after each turn.
+        remedy: a few words on how to measure again.
     """
     known = [share for share in shares if share is not None]
     read = [clock for clock in clocks if clock is not None]
@@ -58,16 +60,16 @@ def disturbance(shares: Iterable[float | None], clocks: Iterable[float | None], 
 
 
 class Watch:
-    """Tells what share of the cores others take. To be used from one thread.
+    """Measures the share of the cores that other processes take. Use it from one thread.
 
-    The cores are those that this process may use. What this process and the given ones compute is not others'; what a
-    hypervisor takes is.
+    It looks at the cores that this process may use. Work of this process and of the given ones does not count. Time
+    that a hypervisor takes does.
 
     Args:
         own: ids of the processes whose work is timed.
     """
 
-    #: Where the kernel tells the clocks, in kHz.
+    #: Where the kernel reports the clocks, in kHz.
     clocks: Path = Path("/sys/devices/system/cpu")
 
     def __init__(self, own: Callable[[], Iterable[int]]) -> None:
@@ -76,11 +78,11 @@ class Watch:
         self.begin()
 
     def begin(self) -> None:
-        """Start to count."""
+        """Start counting."""
         self._began, self._busy, self._ours = time.perf_counter(), self._busy_seconds(), self._our_seconds()
 
     def others(self) -> float | None:
-        """The share that others took since `begin`, 0 to 1; None where the system does not tell."""
+        """Return the share that others took since `begin`, 0 to 1. None if the system does not report it."""
         busy = self._busy_seconds()
         elapsed = (time.perf_counter() - self._began) * len(self._cores)
         if busy is None or self._busy is None or elapsed <= 0:
@@ -89,7 +91,10 @@ class Watch:
         return min(1.0, max(0.0, (busy - self._busy - ours) / elapsed))
 
     def clock(self) -> float | None:
-        """The cores' clock now, in MHz, on average; None where the kernel does not tell it, as to virtual machines."""
+        """Return the mean clock of the cores now, in MHz.
+
+        None if the kernel does not report it, as in virtual machines.
+        """
         try:
             read = [
                 int(Path(f"{self.clocks}/cpu{core}/cpufreq/scaling_cur_freq").read_text(encoding="ascii"))
@@ -112,10 +117,10 @@ class Watch:
         return ticks / _TICKS
 
     def _our_seconds(self) -> dict[int, float]:
-        """Processor time of each of our processes, by its id."""
+        """Return the processor time of each of our processes, by its id."""
         found = {os.getpid(): time.process_time()}
         for pid in self._own():
-            with contextlib.suppress(psutil.Error):  # it has gone
+            with contextlib.suppress(psutil.Error):  # the process has ended
                 spent = psutil.Process(pid).cpu_times()
                 found[pid] = spent.user + spent.system
         return found

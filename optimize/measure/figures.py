@@ -1,7 +1,7 @@
-"""What is measured of an artifact and an execution of it: the figures of a report's row.
+"""The figures of a report's row, which are measured for a pair of artifact and execution.
 
-Records only, as `optimize.measure.rows` has them. Accuracies and their differences are fractions, latencies
-milliseconds at batch 1, sizes bytes.
+Records only, as in `optimize.measure.rows`. Accuracies and their differences are fractions, latencies are milliseconds
+at batch 1, sizes are bytes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from optimize.measure.statistics import PairedDifference
 
 
-#: Two variants whose speeds differ by less than this factor are level.
+#: Two variants count as equally fast if the slower one has at least this share of the other's speed.
 LEVEL: Final = 0.97
 
 
 class Record(Described, BaseModel):
-    """What all records of a report have in common: frozen, unknown fields refused, no number that JSON cannot hold."""
+    """The base of all records of a report: frozen, without unknown fields, without numbers that JSON cannot hold."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` reads them back to an equal record."""
+        """Return the record as JSON values. `from_json` reads them back to an equal record."""
         return self.model_dump(mode="json", by_alias=True)
 
     @classmethod
@@ -40,9 +40,9 @@ class Record(Described, BaseModel):
 
 
 class Ratio(Record):
-    """How many times as fast as another: median over the rounds, its interval, and that interval's confidence.
+    """A ratio of speeds: median over the rounds, its interval, and the interval's confidence.
 
-    ``slower``: the whole interval says so, see `latency.compare`.
+    ``slower`` is true only if the whole interval says so, see `latency.compare`.
     """
 
     value: float
@@ -53,12 +53,12 @@ class Ratio(Record):
 
     @property
     def unclear(self) -> bool:
-        """Whether it seems slower, and the interval does not say so."""
+        """Return whether it seems slower although the interval does not show it."""
         return self.value < LEVEL and not self.slower
 
 
 class Latency(Record):
-    """Milliseconds of one image: p50 as `latency.Speed.against` has it, p95 and p99 of all ``samples``."""
+    """Milliseconds of one image: p50 as in `latency.Speed.against`, p95 and p99 of all ``samples``."""
 
     p50: float
     p95: float
@@ -67,7 +67,7 @@ class Latency(Record):
 
 
 class Difference(Record):
-    """Top-1 minus the baseline's on the same images, its 95 % interval, and how many images changed sides."""
+    """Top-1 minus the baseline's on the same images, its 95 % interval, and how many images were gained and lost."""
 
     delta: float
     low: float
@@ -77,14 +77,15 @@ class Difference(Record):
 
     @classmethod
     def of(cls, found: PairedDifference) -> Self:
-        """A paired difference as a report has it; how many images it is of stands elsewhere."""
+        """Convert a paired difference for a report. The number of images is stored elsewhere."""
         return cls(delta=found.delta, low=found.low, high=found.high, gained=found.gained, lost=found.lost)
 
 
 class Accuracy(Record):
-    """Of ``images`` validation images; ``difference`` is to the baseline, which itself has none.
+    """Accuracy on ``images`` validation images. ``difference`` is to the baseline, which itself has none.
 
-    ``left_out`` more could not be read. ``answers`` is the key of the stored object with the answer to each image.
+    Another ``left_out`` images could not be read. ``answers`` is the key of the stored object with the answer to each
+    image.
     """
 
     top1: float
@@ -96,9 +97,12 @@ class Accuracy(Record):
 
 
 class Parity(Record):
-    """How close the logits are to those of ``reference``: on ``logits_of`` images, agreement of top-1 on ``images``.
+    """How close the logits are to those of ``reference``.
 
-    ``sqnr_db`` is None where they are equal to the last bit, or the reference's are all zero.
+    The logits are those of ``logits_of`` images. ``top1_agreement`` is the share of all ``images`` with the same best
+    class.
+
+    ``sqnr_db`` is None if they are equal to the last bit, or if the reference's logits are all zero.
     """
 
     reference: str
@@ -111,9 +115,9 @@ class Parity(Record):
 
 
 class Footprint(Record):
-    """Opening the artifact and its peak memory above an idle process, in a process of its own.
+    """Load time of the artifact and its peak memory above an idle process, in its own process.
 
-    On CUDA the memory is what the device has in use, by all processes, more than before.
+    On CUDA the memory is the increase of the device's used memory, by all processes.
     """
 
     load_ms: float
@@ -121,9 +125,9 @@ class Footprint(Record):
 
 
 class Timed(Record):
-    """What a measurement in turns gives of each contestant.
+    """The result of a measurement in turns for each contestant.
 
-    ``throughput`` is images per second by batch size; ``speedup`` is to the fastest float execution
+    ``throughput`` is images per second by batch size. ``speedup`` is relative to the fastest float execution
     (`Results.yardstick`), ``vs_eager`` to the model as PyTorch runs it (`Results.eager`).
     """
 
@@ -134,12 +138,12 @@ class Timed(Record):
 
     @property
     def best_batch(self) -> int:
-        """The batch size of the highest throughput."""
+        """Return the batch size of the highest throughput."""
         return max(self.throughput, key=lambda size: self.throughput[size])
 
     @property
     def best_throughput(self) -> float:
-        """The highest throughput, images per second."""
+        """Return the highest throughput, images per second."""
         return self.throughput[self.best_batch]
 
     def _facts(self) -> dict[str, str]:
@@ -152,7 +156,7 @@ class Timed(Record):
 
 
 class Measured(Timed):
-    """All that is measured of a pair; what is compared with a parent is None where that was not measured."""
+    """All measurements of a pair. A comparison with a parent is None if it was not measured."""
 
     accuracy: Accuracy
     footprint: Footprint

@@ -1,4 +1,4 @@
-"""What every measurement depends on beside what is measured: the machine, its libraries, the code that measures."""
+"""The inputs that all measurements share: the machine, its libraries, and the code that measures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from serve.runtime.card.execution import Execution
 
 
 def surroundings(*executions: Execution, makers: Sequence[Callable[..., Any]]) -> dict[str, Any]:
-    """The inputs that all keys of measurements have in common; ``makers`` are called to measure."""
+    """Return the inputs that all keys of measurements share. ``makers`` are the functions that measure."""
     return {**timing_here(*executions), "code": _code(frozenset(makers))}
 
 
 def timing_here(*executions: Execution) -> dict[str, Any]:
-    """What a time depends on beside what is timed and how: the machine, the processes' environment, libraries."""
+    """Return what a time depends on besides the timed program: the machine, the processes' environment, libraries."""
     device = next((e.device for e in executions if e.device_type == "cuda"), "cpu")
     found = machine(torch.device(device))
     return {

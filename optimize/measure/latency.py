@@ -1,8 +1,8 @@
-"""Latency and throughput of several variants, measured in turns so that a slow minute of the machine hits all alike.
+"""Measures latency and throughput of several variants in turns, so that a slow minute of the machine affects all alike.
 
-One call of a variant is what one request pays after decoding (`serve.runtime.service.predictor.infer`): the
-batch's way to the device, normalising, the network, the logits' way back. A turn is taken in the variant's own process
-(`take_turn`), on command of the one that has them all (`measure_speed`).
+One call of a variant does the work of one request after decoding (`serve.runtime.service.predictor.infer`): copy the
+batch to the device, normalise, run the network, copy the logits back. A turn happens in the variant's own process
+(`take_turn`). The process that controls all of them starts it (`measure_speed`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from optimize.measure.statistics import ENOUGH, percentile_summary, ratio_interv
 from optimize.measure.timing import Timing
 from serve.runtime.errors import PipelineError
 
-#: Seconds in all for turns that are taken again because others took the cores.
+#: Seconds in all for turns that are repeated because others took the cores.
 _AGAIN_S = 20.0
 
 #: ``uint8 (N, C, H, W)`` on the host to logits on the host.
 Call = Callable[[torch.Tensor], torch.Tensor]
-#: Takes a turn at a batch size: milliseconds of each call.
+#: Takes a turn at a batch size and returns the milliseconds of each call.
 Turn = Callable[[int], list[float]]
-#: Runs a call on a batch and gives the milliseconds that it took.
+#: Runs a call on a batch and returns its milliseconds.
 Clock = Callable[[Call, torch.Tensor], float]
 
 
@@ -41,11 +41,10 @@ class Speed:
 
     Attributes:
         rounds: for each batch size and turn, the milliseconds of each call.
-        starts: the turns at batch 1 that were the first of a process; empty: all were of one. A larger batch size has
-            a turn in each process then.
-        others: for each batch size and turn, the share of the cores that other processes took meanwhile; None where
-            that could not be told.
-        clocks: behind each turn, the cores' clock in MHz; None where that could not be told.
+        starts: the turns at batch 1 that were the first of a process. Empty if one process took all turns. Otherwise a
+            larger batch size has one turn in each process.
+        others: for each batch size and turn, the share of the cores that other processes took. None if it is unknown.
+        clocks: the cores' clock in MHz after each turn. None if it is unknown.
     """
 
     rounds: Mapping[int, Sequence[Sequence[float]]]
@@ -55,20 +54,21 @@ class Speed:
 
     @property
     def shares(self) -> list[float | None]:
-        """What others took of the cores in each turn."""
+        """Return the share of the cores that others took in each turn."""
         return [share for shares in self.others.values() for share in shares]
 
     @property
     def processes(self) -> int:
-        """How many processes it was timed in."""
+        """Return the number of processes that it was timed in."""
         return max(1, len(self.starts))
 
     def against(self, yardstick: Speed, eager: Speed) -> Timed:
-        """Latency at batch 1, throughput by batch size, and the speed-up over ``yardstick`` and over ``eager``.
+        """Compute latency at batch 1, throughput by batch size, and the speed-up over ``yardstick`` and over ``eager``.
 
-        p50 is the geometric mean of the processes' medians (see `typical`), so that a ratio of two is that of their
-        p50s; of one process it is the median of the rounds' medians. p95 and p99 are those of all calls, because a tail
-        is made of the rare ones. Throughput is the median of the processes', or of one process of the rounds'.
+        p50 is the geometric mean of the processes' medians (see `typical`), so that a ratio of two variants is the
+        ratio of their p50s. With one process it is the median of the rounds' medians. p95 and p99 are those of all
+        calls, because rare calls make up a tail. Throughput is the median over the processes, or over the rounds of one
+        process.
         """
         single = [value for turn in self.rounds[1] for value in turn]
         tail = percentile_summary(single)
@@ -85,30 +85,33 @@ class Speed:
 
     @property
     def p50(self) -> float:
-        """Latency at batch 1, ms, as a report states it."""
+        """Return the latency at batch 1, in ms, that a report states."""
         return typical(self.medians()) if self.processes > 1 else statistics.median(self.medians())
 
     def medians(self) -> list[float]:
-        """Median latency at batch 1, ms: in each process the median of its rounds' medians; of one, in each round."""
+        """Return median latencies at batch 1, ms: for each process the median of its rounds' medians.
+
+        With one process there is one for each round.
+        """
         return self._medians
 
     @functools.cached_property
     def _medians(
         self,
-    ) -> list[float]:  # every comparison asks for them: a fifth of a second of a run that makes nothing
+    ) -> list[float]:  # cached, because every comparison needs them: 0.2 s of a run that makes nothing
         return [statistics.median(map(statistics.median, turns)) for turns in self._by_process(1)]
 
     def tails(self) -> list[float]:
-        """95th percentile of the latency at batch 1 in each process, or of one process in each round, ms."""
+        """Return the 95th percentile of the latency at batch 1 in each process, or in each round of one process, ms."""
         calls = ([call for turn in turns for call in turn] for turns in self._by_process(1))
         return [percentile_summary(every).p95 for every in calls]
 
     def per_image(self, size: int) -> list[float]:
-        """Time per image at this batch size in each process, or of one process in each round, ms."""
+        """Return the time per image at this batch size in each process, or in each round of one process, ms."""
         return [statistics.mean(sum(turn) / len(turn) / size for turn in turns) for turns in self._by_process(size)]
 
     def _by_process(self, size: int) -> list[Sequence[Sequence[float]]]:
-        """The turns of each process; of one process, each turn by itself."""
+        """Return the turns of each process. With one process, each turn separately."""
         turns = self.rounds[size]
         if self.processes == 1 or size != 1:
             return [[turn] for turn in turns]
@@ -126,18 +129,19 @@ def measure_speed(
 ) -> dict[str, Speed]:
     """Time every variant in turns, one at a time.
 
-    A turn in which others took the cores is taken again, within a budget; the one that they took less of is kept.
+    A turn is repeated, within a budget, if others took the cores. The turn with the smaller share is kept.
 
     Args:
         turns: the variants by name, warmed up at every batch size.
         timing: see `Timing`.
-        listener: told how far it is.
-        sizes: batch sizes, where they are not those of ``timing``.
-        renew: starts a variant's process anew, and warms it up: its turns from then on. None: all are of one process.
-        watch: tells what others take of the cores; None: nobody looks.
+        listener: receives the progress.
+        sizes: batch sizes, if they differ from those of ``timing``.
+        renew: starts a new process for a variant, warms it up, and returns its turn from then on. None: one process
+            takes all turns.
+        watch: measures the share of the cores that others take. None: it is not measured.
 
     Returns:
-        Times by variant; one whose turn raised a `PipelineError` has left, and is absent.
+        Times by variant. A variant whose turn raised a `PipelineError` is absent.
     """
     sizes = sizes or timing.batch_sizes
     starts = timing.starts if renew is not None and min(timing.processes, timing.rounds) > 1 else ()
@@ -152,7 +156,7 @@ def measure_speed(
                     present[name] = renew(name)
                 except PipelineError:
                     del present[name]
-        # Each round begins with another variant: none always follows the same neighbour's heat.
+        # Each round begins with another variant, so that none always follows the heat of the same neighbour.
         for place in range(len(names)):
             name = names[(place + number) % len(names)]
             for size in sizes if name in present else ():
@@ -184,14 +188,14 @@ class _Taken:
 
 
 class _Steady:
-    """Takes turns, and takes one again where others had the cores, as long as there is time for it."""
+    """Takes turns, and repeats one during which others took the cores, as long as the budget lasts."""
 
     def __init__(self, watch: Watch | None) -> None:
         self._watch = watch
         self._left = _AGAIN_S
 
     def take(self, turn: Turn, size: int) -> tuple[list[float], float | None]:
-        """A turn at a batch size, and the share of the cores that others took meanwhile."""
+        """Take a turn at a batch size. Returns it with the share of the cores that others took."""
         if self._watch is None:
             return turn(size), None
         calls, others = self._once(turn, size)
@@ -200,7 +204,7 @@ class _Steady:
             again, then = self._once(turn, size)
             self._left -= time.perf_counter() - began
             if then is None or then >= others:
-                break  # it is no calmer now
+                break  # it is not calmer now
             calls, others = again, then
         return calls, others
 
@@ -211,16 +215,16 @@ class _Steady:
 
 
 def take_turn(call: Call, images: torch.Tensor, clock: Clock, timing: Timing) -> list[float]:
-    """Call a variant again and again, for as long as a turn lasts: milliseconds of each call, warm-up left out.
+    """Call a variant for the length of a turn, and return the milliseconds of each call after the warm-up.
 
     Args:
         call: the variant, warmed up at this batch size.
-        images: ``uint8 (N, C, H, W)``, real ones.
+        images: ``uint8 (N, C, H, W)``, real images.
         clock: see `clock_of`.
         timing: see `Timing`.
     """
     gc.collect()
-    gc.disable()  # a collection inside a turn would be charged to whoever has it
+    gc.disable()  # a collection during a turn would count against one variant
     try:
         for _ in range(timing.warm_up):
             call(images)
@@ -235,12 +239,12 @@ def take_turn(call: Call, images: torch.Tensor, clock: Clock, timing: Timing) ->
 
 
 def clock_of(device: str) -> Clock:
-    """What times one call on a device: on CUDA with events and synchronised, so that it is timed to its end."""
+    """Return the clock of a device. On CUDA it uses events and synchronises, so that a call is timed to its end."""
     return _cuda_clock(torch.device(device)) if device != "cpu" else _wall_clock
 
 
 def disturbance_of(speeds: Iterable[Speed], remedy: str) -> Disturbance:
-    """What others took of the cores while these speeds were taken; see `disturbance`."""
+    """Return the share of the cores that others took while these speeds were measured; see `disturbance`."""
     taken = list(speeds)
     return disturbance(
         (share for speed in taken for share in speed.shares),
@@ -250,22 +254,23 @@ def disturbance_of(speeds: Iterable[Speed], remedy: str) -> Disturbance:
 
 
 def typical(costs: Sequence[float]) -> float:
-    """What stands for the costs of several processes or rounds: the centre of `level`'s interval."""
+    """Return one cost for several processes or rounds: the centre of `level`'s interval."""
     return statistics.geometric_mean(costs) if 1 < len(costs) < ENOUGH else statistics.median(costs)
 
 
 def compare(parent: Speed, child: Speed) -> Ratio:
-    """How many times as fast the child is at batch 1, process by process, and whether it is slower than its parent.
+    """Compare the speeds at batch 1 process by process, and decide whether the child is slower than its parent.
 
-    It is called slower only where the whole interval says so.
+    It is called slower only if the whole interval says so.
     """
     return level(parent.medians(), child.medians())
 
 
 def level(parent: Sequence[float], child: Sequence[float]) -> Ratio:
-    """The same of any cost that is lower the better, a number for each process or round; of one there is no interval.
+    """Compare costs as `compare` does, one number for each process or round. Lower is better.
 
-    The interval is between order statistics where there are enough numbers for 95 %, else Student's.
+    A single number has no interval. The interval lies between order statistics if there are enough numbers for 95 %,
+    else it is Student's.
     """
     several = len(parent) > 1
     ratio = (student_ratio if 1 < len(parent) < ENOUGH else ratio_interval)(parent, child)
@@ -279,9 +284,9 @@ def level(parent: Sequence[float], child: Sequence[float]) -> Ratio:
 
 
 def falls_behind(ratio: Ratio) -> bool:
-    """Whether what is compared is no choice for who wants speed: more than level behind, or surely behind.
+    """Return whether a variant is ruled out if speed matters: it is below `LEVEL`, or certainly slower.
 
-    A choice has to be made, and does not wait for certainty as a statement does.
+    A choice has to be made even without the certainty that a statement needs.
     """
     return ratio.value < LEVEL or ratio.slower
 

@@ -1,4 +1,4 @@
-"""The machine and the libraries that a number belongs to, and which device a run uses."""
+"""Describes the machine and the libraries of a measurement, and resolves a run's device."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8",
 
 
 def resolve_device(wanted: str) -> torch.device:
-    """``auto`` (CUDA where there is a device), ``cpu``, ``cuda`` or ``cuda:N``.
+    """Resolve ``auto`` (CUDA if there is a device), ``cpu``, ``cuda`` or ``cuda:N`` to a device.
 
     Raises:
-        UserError: another word, or CUDA where there is none.
+        UserError: another word, or CUDA on a machine without it.
     """
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,7 +42,7 @@ def resolve_device(wanted: str) -> torch.device:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of the libraries that results depend on, of Python and of this project."""
+    """Return the versions of the libraries that results depend on, of Python and of this project."""
     found = {"python": platform.python_version(), "optimize": project_version()}
     of_engines = [name for engine in engines().values() for name in engine.libraries]
     for name in dict.fromkeys([*_LIBRARIES, *of_engines]):
@@ -53,7 +53,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def installed_version(name: str) -> str | None:
-    """The version of a distribution; None where it is not installed."""
+    """Return the version of a distribution. None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -62,7 +62,7 @@ def installed_version(name: str) -> str | None:
 
 @functools.cache
 def project_version() -> str:
-    """This project's version; ``source`` where it runs without being installed."""
+    """Return this project's version. ``source`` if it runs without being installed."""
     try:
         return metadata.version("optimize-and-serve")
     except metadata.PackageNotFoundError:
@@ -70,14 +70,14 @@ def project_version() -> str:
 
 
 def measured_devices(wanted: str, device: torch.device) -> tuple[str, ...]:
-    """Where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
+    """Return the devices to measure on: ``auto`` (every device of the machine), or a list such as ``cpu,cuda``.
 
     Args:
-        wanted: the user's words.
-        device: the run's, which of several GPUs ``auto`` takes.
+        wanted: the user's text.
+        device: the run's device. ``auto`` takes it if there are several GPUs.
 
     Raises:
-        UserError: another word, one of them twice, or CUDA where there is none.
+        UserError: another word, a repeated device, or CUDA on a machine without it.
     """
     if wanted == "auto":
         gpu = str(device) if device.type == "cuda" else "cuda"
@@ -89,7 +89,7 @@ def measured_devices(wanted: str, device: torch.device) -> tuple[str, ...]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to judge a time: processor, cores, memory, instruction sets, GPU and its driver."""
+    """Describe the machine for readers of a time: processor, cores, memory, instruction sets, GPU and its driver."""
     model, flags = _cpu()
     return {
         "cpu": model,

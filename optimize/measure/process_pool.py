@@ -19,21 +19,21 @@ from optimize.measure.processes import Worker
 from serve.runtime.card.execution import Execution
 from serve.runtime.errors import EngineError, UserError
 
-#: Held by whoever times anything on this machine, whichever user it is: not where TMPDIR says, which differs by user
-#: and by job. Whoever comes first makes the file, and all others may lock it; what is in it means nothing, and filelock
-#: follows no link there.
+#: The lock of all timing on this machine, for all users. It is not in TMPDIR, which differs by user and job. Whoever
+#: comes first creates the file, and all others may lock it. Its content means nothing, and filelock does not follow a
+#: link there.
 LOCK_FILE: Final = Path("/tmp/optimize-measuring.lock")
 
-#: Share of the memory that was free at the start which all processes together may take.
+#: The share of the initially free memory that all processes together may take.
 _MOST_MEMORY: Final = 0.7
 
-#: Images that are run together, at most, where a run's artifacts are measured.
+#: The largest batch when a run's artifacts are measured.
 MAX_BATCH = 64
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """An artifact in ``folder``, opened by an execution in a process of its own; ``provider`` is what executes it."""
+    """An artifact in ``folder``, opened in its own process. ``provider`` is the library that executes it."""
 
     folder: Path
     worker: Worker
@@ -43,12 +43,12 @@ class Loaded:
 
 
 class Pool:
-    """Opens executions, each in a new process; a context, which ends them all. To be used from one thread.
+    """Opens executions, each in a new process. A context manager that ends them all. Use it from one thread.
 
     Args:
-        sizes: batch sizes that each is warmed up with; of the largest is the peak of its memory.
-        max_batch: most images that are run together.
-        listener: told if another run on this machine must be waited for.
+        sizes: batch sizes to warm up with. Peak memory is measured with the largest.
+        max_batch: the largest batch.
+        listener: receives a message if another run on this machine must be waited for.
         lock: see `LOCK_FILE`.
     """
 
@@ -73,17 +73,17 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """End all processes; what is loaded next has new ones."""
+        """End all processes. Whatever is loaded next starts new ones."""
         for worker in (*(loaded.worker for loaded in self._loaded.values()), *self._others, *self._devices.values()):
             worker.close()
         self._loaded, self._others, self._devices = {}, [], {}
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Be the only one on this machine that times anything; waits for another run that does. May be nested.
+        """Hold the machine's lock for timing. Waits for another run that holds it. May be nested.
 
         Raises:
-            UserError: this user cannot lock what lies in the lock's place.
+            UserError: this user cannot lock the file.
         """
         try:
             try:
@@ -102,10 +102,12 @@ class Pool:
             self._lock.release()
 
     def load(self, key: str, folder: Path, execution: Execution) -> Loaded:
-        """The process that has an artifact open, by ``key``; opened, warmed up and weighed if there is none yet.
+        """Return the process that has the artifact of ``key`` open.
+
+        A new process opens the artifact, warms up, and has its memory measured.
 
         Raises:
-            EngineError: the engine does not work here, or memory is too small for one more process.
+            EngineError: the engine does not work here, or there is too little memory for another process.
             PipelineError: opening it failed.
         """
         if key in self._loaded:
@@ -126,10 +128,10 @@ class Pool:
             loaded.worker.close()
 
     def renew(self, key: str) -> Worker:
-        """Open what has this key in a new process, and end the one that it had; it is not weighed again.
+        """Open the artifact of this key in a new process after ending the old one. Memory is not measured again.
 
         Raises:
-            PipelineError: opening it failed; nothing has this key any more.
+            PipelineError: opening it failed. The key has no process any more.
         """
         loaded = self._loaded.pop(key)
         loaded.worker.close()
@@ -143,18 +145,18 @@ class Pool:
         return worker
 
     def pids(self) -> list[int]:
-        """Ids of all processes of it."""
+        """Return the ids of all processes of the pool, except those that measure a device's memory."""
         return [worker.pid for worker in (*(each.worker for each in self._loaded.values()), *self._others)]
 
     def another(self) -> Worker:
-        """A process with nothing in it, which ends with the others."""
+        """Return an empty process, which ends with the others."""
         worker = processes.worker()
         self._others.append(worker)
         return worker
 
     def _load(self, worker: Worker, folder: Path, execution: Execution) -> Loaded:
         on_cuda = execution.device_type == "cuda"
-        # By what the device has in use, before and after: all libraries' allocations count, and the context's.
+        # The difference of the device's used memory counts the allocations of all libraries, and the context.
         before = self._used(execution.device) if on_cuda else 0
         provider, load_ms = worker.open(folder, execution, self._max_batch)
         worker.warm(sorted({1, self._sizes[-1]}))
@@ -165,7 +167,7 @@ class Pool:
         return loaded
 
     def _must_fit(self, memory: int) -> None:
-        """Refuse a process for which there is no room: they are timed in turns, and so all live at once."""
+        """Refuse a process if memory is too small: processes are timed in turns, so all are alive at once."""
         taken = sum(
             loaded.footprint.memory_bytes for loaded in self._loaded.values() if loaded.execution.device_type == "cpu"
         )
@@ -177,7 +179,7 @@ class Pool:
             )
 
     def _used(self, device: str) -> int:
-        """Memory in use on a CUDA device, seen from a process that does nothing else."""
+        """Return the used memory of a CUDA device in bytes, read in a process that does nothing else."""
         if device not in self._devices:
             self._devices[device] = processes.worker()
         return self._devices[device].device_memory(device)

@@ -1,4 +1,4 @@
-"""Processes that executions are measured in, from the side that commands them; `worker` is what runs there."""
+"""The controlling side of the processes that executions are measured in. `worker` is the other side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from optimize.measure.worker import receive, send
 from serve.runtime.card.execution import ENVIRONMENT, STARTED_WITH, Execution
 from serve.runtime.errors import EngineError, PipelineError, UserError
 
-#: Beginnings of the names of variables that change how fast, or how, the libraries compute.
+#: Prefixes of environment variables that change the speed or the results of the libraries.
 _READ_BY_LIBRARIES: Final = (
     "GOMP_",
     "OMP_",
@@ -49,14 +49,14 @@ _READ_BY_LIBRARIES: Final = (
 _SET_BY_LIBRARIES: Final = frozenset({"TORCHINDUCTOR_CACHE_DIR", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"})
 
 _START_S = 300.0
-_TIMEOUT_S = 600.0  # of one command: a network that is compiled takes minutes
+_TIMEOUT_S = 600.0  # for one command: compiling a network takes minutes
 _LAST_LINES = 3
 
 
 def environment() -> dict[str, str]:
-    """The variables that an execution's process has and its libraries read: `ENVIRONMENT`, and the user's own.
+    """Return the variables for an execution's process that its libraries read: `ENVIRONMENT` and the user's own.
 
-    What the user has set wins, as it was when this process began: see `STARTED_WITH`.
+    The user's values win, as they were when this process began: see `STARTED_WITH`.
     """
     return {
         name: value
@@ -66,10 +66,10 @@ def environment() -> dict[str, str]:
 
 
 class Worker:
-    """One process, for one execution; a context, which ends it. To be used from one thread.
+    """One process for one execution. A context manager that ends it. Use it from one thread.
 
-    What a command cannot do it raises: `UserError` and `EngineError` as they were raised there, and `PipelineError`
-    for everything else, the end of the process included.
+    If a command fails, the method raises. `UserError` and `EngineError` are raised as in the process. Everything else,
+    including the end of the process, is a `PipelineError`.
     """
 
     def __init__(self, template: Template) -> None:
@@ -92,12 +92,12 @@ class Worker:
         self.close()
 
     def open(self, folder: Path, execution: Execution, max_batch: int) -> tuple[str, float]:
-        """Open an artifact's folder: what executes it, and how long opening took, in ms, without any import."""
+        """Open an artifact's folder. Returns the library that executes it, and the time in ms without imports."""
         found = self._ask("open", folder=str(folder.resolve()), execution=execution.to_json(), max_batch=max_batch)
         return found["provider"], found["load_ms"]
 
     def reference(self, name: str, device: str, pickled: bytes) -> str:
-        """Take a pickled module and its preprocessing, to run it as the reference of this name; what executes it."""
+        """Load a pickled module and its preprocessing as the reference of this name. Returns what executes it."""
         provider: str = self._ask("reference", pickled, name=name, device=device)["provider"]
         return provider
 
@@ -106,44 +106,44 @@ class Worker:
         self._ask("warm", sizes=list(sizes))
 
     def memory(self) -> int:
-        """Peak resident memory above the idle process, bytes."""
+        """Return the peak resident memory above the idle process, bytes."""
         return int(self._ask("memory")["memory_bytes"])
 
     def device_memory(self, device: str) -> int:
-        """Memory in use on a CUDA device, by all processes, bytes."""
+        """Return the memory in use on a CUDA device by all processes, bytes."""
         return int(self._ask("device_memory", device=device)["memory_bytes"])
 
     def probe(self, engine: str, device: str) -> str | None:
-        """Why an engine does not work on a device (``cpu``, ``cuda``) of this machine; None if it does."""
+        """Say why an engine does not work on a device (``cpu``, ``cuda``) of this machine. None if it works."""
         reason: str | None = self._ask("probe", engine=engine, device=device)["reason"]
         return reason
 
     def torch_threads(self) -> int:
-        """How many threads torch computes with there."""
+        """Return the number of threads that torch uses in the process."""
         return int(self._ask("torch_threads")["threads"])
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        """``uint8 (N, C, H, W)`` to ``float32 (N, classes)``, both on the host."""
+        """Map ``uint8 (N, C, H, W)`` to ``float32 (N, classes)``, both on the host."""
         header, payload = self._exchange("logits", _bytes(images))
         return torch.frombuffer(payload, dtype=torch.float32).view(-1, header["classes"])
 
     def keep(self, images: torch.Tensor) -> None:
-        """Leave a batch ``uint8 (N, C, H, W)`` there, for turns at its size."""
+        """Send a batch ``uint8 (N, C, H, W)`` to the process, for turns at its size."""
         self._ask("keep", _bytes(images))
 
     def turn(self, size: int, timing: Timing) -> list[float]:
-        """Take a turn at a batch size: milliseconds of each timed call."""
+        """Take a turn at a batch size and return the milliseconds of each timed call."""
         times: list[float] = self._ask("turn", size=size, timing=timing.of_a_turn)["ms"]
         return times
 
     def invoke(self, function: Callable[..., dict[str, Any]], images: torch.Tensor, **arguments: Any) -> dict[str, Any]:
-        """What a function at the top of a module of ours gives there, JSON values, for the bytes of images."""
+        """Call a top-level function of the project in the process with images as bytes. Returns its JSON values."""
         name = f"{function.__module__}:{function.__name__}"
         found: dict[str, Any] = self._ask("invoke", _bytes(images), function=name, arguments=arguments)["found"]
         return found
 
     def close(self) -> None:
-        """End the process; nothing happens the second time."""
+        """End the process. A second call does nothing."""
         if not self._ended:
             self._end()
         self._errors.close()
@@ -165,7 +165,7 @@ class Worker:
             raise PipelineError(f"no answer to {command!r} within {_TIMEOUT_S:.0f} s{self._last_words()}") from None
         except ConnectionError:
             answer = None
-        except BaseException:  # interrupted within a message: what follows would be read as its rest
+        except BaseException:  # interrupted within a message: its rest would be read as the next answer
             self._end()
             raise
         if answer is None:
@@ -178,7 +178,7 @@ class Worker:
         return answer
 
     def _end(self) -> int:
-        """End the process and reap it: its exit code, or minus the signal that ended it."""
+        """End the process and reap it. Returns its exit code, or minus the signal that ended it."""
         self._ended = True
         self._incoming.close()
         self._stream.close()
@@ -208,12 +208,12 @@ class Template:
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
                 stderr=self._errors,
-                # Our own sources, wherever this process is now, and no module of the folder that it is in.
+                # Finds our own sources from any working directory, and no module of that directory.
                 env={name: value for name, value in os.environ.items() if not name.startswith(_READ_BY_LIBRARIES)}
                 | {name: value for name, value in STARTED_WITH.items() if name.startswith(_READ_BY_LIBRARIES)}
                 | dict(variables)
                 | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
-                start_new_session=True,  # Ctrl-C is for us, who end it
+                start_new_session=True,  # this process handles Ctrl-C and ends the template
             )
         self._control.settimeout(_START_S)
         try:
@@ -224,29 +224,29 @@ class Template:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """Return the process's id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Return whether it still runs."""
         return self._process.poll() is None
 
     def fork(self, stream: int, errors: int) -> int:
-        """Fork a worker that talks on the socket ``stream`` and prints to ``errors``: its process id."""
+        """Fork a worker that talks on the socket ``stream`` and prints to ``errors``. Returns its process id."""
         with self._lock:
             socket.send_fds(self._control, [b"{}"], [stream, errors])
             return int(self._receive()["pid"])
 
     def end(self, pid: int) -> int:
-        """Kill a worker, if it lives, and reap it: its exit code, or minus the signal that ended it."""
+        """Kill a worker if it lives, and reap it. Returns its exit code, or minus the signal that ended it."""
         with self._lock, contextlib.suppress(OSError, PipelineError):
             self._control.send(json.dumps({"end": pid}).encode())
             return int(self._receive()["status"])
         return -signal.SIGKILL  # the template is gone, and so are its children
 
     def close(self) -> None:
-        """End it, and with it all of its workers."""
+        """End the template, and with it all of its workers."""
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -270,12 +270,12 @@ _starting = threading.Lock()
 
 
 def template() -> Template:
-    """The template of this process, started with the first worker, and anew where the environment has changed."""
+    """Return this process's template. It starts with the first worker, and again if the environment has changed."""
     global _template  # noqa: PLW0603 - one for a process, which its end ends
     with _starting:
         wanted = environment()
         if _template is not None and _template.owner != os.getpid():
-            _template = None  # we are a fork of the process whose it is
+            _template = None  # this process is a fork of the template's owner
         if _template is not None and (not _template.alive or _template.variables != wanted):
             _template.close()
             _template = None
@@ -291,7 +291,7 @@ def _close() -> None:
 
 
 def worker() -> Worker:
-    """A new process for an execution.
+    """Start a new process for an execution.
 
     Raises:
         PipelineError: it cannot be started.

@@ -1,6 +1,6 @@
-"""What the artifacts are compared with besides each other: the eager model as people run it before optimising.
+"""The eager references that artifacts are compared with: the model as people run it before optimising.
 
-The module travels to the reference's own process by value, pickled by us and read by us (`pickled`).
+The module travels by value to the reference's own process. This project pickles it and reads it (`pickled`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ REFERENCES = {
 }
 
 
-#: Variables that make `torch.compile` return the module as it is (torch 2.14), without a word.
+#: Variables that make `torch.compile` return the module unchanged (torch 2.14), without a message.
 _SWITCHES: Final = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 
 def references_on(devices: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Kind and device of each reference, by name; on the fastest of the devices it has the plain one."""
+    """Return kind and device of each reference by name. On the fastest device the name is the kind alone."""
     plain = next((device for device in devices if device != "cpu"), "cpu")
     return {
         kind if device == plain else f"{kind}[{device}]": (kind, device)
@@ -53,7 +53,7 @@ def references_on(devices: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 class ModuleEngine:
-    """An eager (or compiled) module behind the engines' interface."""
+    """An eager (or compiled) module with the interface of an engine."""
 
     def __init__(self, module: nn.Module, device: torch.device, reference: Reference) -> None:
         self.device = device
@@ -65,48 +65,48 @@ class ModuleEngine:
                 raise EngineError(f"torch.compile is switched off by {switch}=1")
             from torch._inductor import config
 
-            # As torch's documentation has it for inference: weights become constants of the compiled code, and each
-            # batch size, of which there are few, has code of its own.
+            # torch's documentation recommends this for inference: weights become constants of the compiled code. There
+            # are few batch sizes, and each gets its own code.
             config.freezing = True
             self._module = torch.compile(self._module, dynamic=False)
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)`` of a batch."""
+        """Return the logits ``(N, classes)`` of a batch."""
         return self._module(batch.contiguous(memory_format=self._memory_format))
 
 
 def open_reference(name: str, module: nn.Module, preprocessing: Preprocessing, device: str) -> tuple[Call, str]:
-    """A module as the reference of this name runs it, in a process of its own.
+    """Open a module as the reference of this name, in its own process.
 
     Args:
         name: one of `REFERENCES`.
         module: eager, float32.
-        preprocessing: of the batches.
+        preprocessing: the preprocessing of the batches.
         device: where to run it.
 
     Returns:
-        ``uint8`` images to logits, and what executes it.
+        A function from ``uint8`` images to logits, and the name of what executes it.
     """
     torch.set_num_threads(cores())
     if torch.device(device).type == "cpu":
-        keep_memory()  # as `settle` has it for what is compared with it
+        keep_memory()  # as `settle` does for the artifacts that it is compared with
     engine = ModuleEngine(module.eval(), torch.device(device), REFERENCES[name])
-    transfer = open_transfer(engine.device, preprocessing.shape)  # as what is served has it
+    transfer = open_transfer(engine.device, preprocessing.shape)  # as the server does
 
     def call(batch: torch.Tensor) -> torch.Tensor:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler
+            warnings.simplefilter("ignore")  # warnings of the compiler
             return infer(engine, batch, preprocessing, torch.float32, transfer)
 
     return call, engine.provider
 
 
 def pickled(build: Callable[[], nn.Module], preprocessing: Preprocessing) -> bytes:
-    """A module and its preprocessing, for `open_reference` in another process that cannot import the user's code.
+    """Pickle a module and its preprocessing for `open_reference` in a process that cannot import the user's code.
 
-    Classes and functions of installed libraries are named, all others are written out.
+    Classes and functions of installed libraries are pickled by name, all others by value.
 
     Raises:
-        Exception: whatever the module refuses to be pickled with.
+        Exception: any exception that pickling the module raises.
     """
     return pickled_by_value((build(), preprocessing))

@@ -1,6 +1,7 @@
-"""How much of one program's time others take, in one execution: each in a process of its own, in turns with the first.
+"""Measures a program's time as a share of another's, in one execution.
 
-Nothing is kept in the store here: whoever asks makes something of the answer, and keeps that.
+Each program has its own process, and takes turns with the first. Nothing is kept in the store here: the caller keeps
+its own conclusion.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ _WHOLE, _OTHER = "whole", "other"
 
 
 class Shares:
-    """Times programs against one that is the whole; a context, which ends all processes. To be used from one thread.
+    """Compares the times of programs with that of a whole.
+
+    A context manager that ends its processes. Use it from one thread.
 
     Args:
         whole: folder of the artifact that others are compared with; see `Worker.open`.
-        execution: what runs them.
-        context: of the run; the images are its training images.
+        execution: the execution that runs them.
+        context: the run's context. The images are its training images.
         batch: images per call.
-        timing: rounds and length of turns; its batch sizes are not read.
+        timing: rounds and length of turns. Its batch sizes are ignored.
     """
 
     def __init__(self, whole: Path, execution: Execution, context: Context, batch: int, timing: Timing) -> None:
@@ -49,11 +52,11 @@ class Shares:
         self._pool.close()
 
     def of(self, folder: Path) -> RatioInterval:
-        """The time of the artifact in ``folder`` as a share of the whole's: the median over rounds, and its interval.
+        """Return the time of the artifact in ``folder`` as a share of the whole's: median over rounds, and interval.
 
         Raises:
             EngineError: the engine does not work here.
-            PipelineError: one of them cannot be opened, or fails while it is timed.
+            PipelineError: one of the two cannot be opened, or fails while it is timed.
         """
         failed: list[str] = []
         with self._pool.alone():

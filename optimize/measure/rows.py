@@ -1,8 +1,8 @@
-"""The typed row of a report, one shape from the measurement to the page; and the report that is made of rows.
+"""The typed rows of a report, from the measurement to the page, and the report that consists of them.
 
-Records only: nothing is measured, judged or worded here, and nothing here needs torch. Accuracies and their
-differences are fractions, latencies milliseconds at batch 1, sizes bytes, durations seconds. What was measured is
-always a pair: an artifact and an execution of it, called as `serve.runtime.engines.base.pair_id` spells it.
+Records only: nothing here measures, judges or formats, and nothing needs torch. Accuracies and their differences are
+fractions, latencies are milliseconds at batch 1, sizes are bytes, durations are seconds. A measured pair is an artifact
+and its execution, named as in `serve.runtime.engines.base.pair_id`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _certificate_json(certificate: Certificate | None) -> dict[str, Any] | None:
     return certificate.to_json() if certificate else None
 
 
-#: A `Certificate`, or none, as a field of a record.
+#: A `Certificate` or None, as a field of a record.
 Parities = Annotated[Certificate | None, PlainValidator(_certificate), PlainSerializer(_certificate_json)]
 
 #: An `Execution` as a field of a record.
@@ -54,8 +54,8 @@ RunBy = Annotated[Execution, PlainValidator(_execution), PlainSerializer(Executi
 class Skip(Record):
     """Why a stage was not made, or its artifact not measured.
 
-    ``not_applicable``: the pass has nothing to do for this model. ``cannot_run_here``: this machine or device
-    lacks what it needs. ``parent_skipped``: there is nothing to make it from. ``failed``: it should have worked.
+    ``not_applicable``: the pass has nothing to do for this model. ``cannot_run_here``: this machine or device lacks a
+    requirement. ``parent_skipped``: its parent was not made. ``failed``: an error.
     """
 
     kind: Literal["not_applicable", "cannot_run_here", "parent_skipped", "failed"]
@@ -66,9 +66,10 @@ class Skip(Record):
 
 
 class Pair(Record):
-    """An artifact as one execution runs it, measured or not, and the reason if not.
+    """An artifact with one execution, measured, or skipped with a reason.
 
-    ``id`` is the pair's (``onnx-int8@openvino``), ``provider`` what really executed it, None where it was not opened.
+    ``id`` is the pair's id (``onnx-int8@openvino``). ``provider`` is the library that executed it, or None if it was
+    not opened.
     """
 
     id: str
@@ -85,7 +86,7 @@ class Pair(Record):
 
     @property
     def runs_on(self) -> str:
-        """The execution in one word, as the id has it: ``openvino``."""
+        """Return the execution as it is spelled in the id: ``openvino``."""
         return self.id.rpartition("@")[2]
 
     def _facts(self) -> dict[str, str]:
@@ -93,7 +94,7 @@ class Pair(Record):
 
 
 class ModelFile(Record):
-    """The model file: ``key`` is that of the stored object, ``precision`` what weights and arithmetic really are."""
+    """The model file. ``key`` is the key of the stored object, ``precision`` the real one of weights and arithmetic."""
 
     path: str
     bytes: int
@@ -103,7 +104,7 @@ class ModelFile(Record):
 
     @property
     def is_float(self) -> bool:
-        """Whether no part of it computes with integers."""
+        """Return whether no part of it computes with integers."""
         return "int" not in self.precision
 
 
@@ -116,13 +117,13 @@ class Archive(Record):
 
 
 class Row(Record):
-    """A stage of a recipe and what became of it: an artifact or none, measured or not, and the reason if not.
+    """A stage of a recipe with its artifact, or with the reason why there is none or why it was not measured.
 
-    ``operation`` is the pass (``baseline`` for the first), ``made`` when the artifact was made, ``seconds`` how
-    long that took, ``cached`` whether it was at an earlier run. ``pairs`` has an entry for each execution that the
-    artifact was to be measured with; ``skip`` says why it was not made, or with none of them measured.
-    ``effects`` are figures of single layers, before the pass and after it; ``certificate`` says of an INT8 artifact how
-    near each engine's answers are to what its integers mean; ``training`` how each training went that made it.
+    ``operation`` is the pass (``baseline`` for the first). ``made`` is when the artifact was made, ``seconds`` how long
+    that took, ``cached`` whether an earlier run made it. ``pairs`` has an entry for each execution to measure. ``skip``
+    says why the artifact was not made, or why no pair was measured. ``effects`` are figures of single layers, before
+    and after the pass. ``certificate`` says for an INT8 artifact how near each engine's answers are to the meaning of
+    its integers. ``training`` is the history of each training behind it.
     """
 
     name: str
@@ -151,13 +152,13 @@ class Row(Record):
 
     @property
     def best(self) -> Pair | None:
-        """The measured pair of the lowest p50; None if none was measured."""
+        """Return the measured pair of the lowest p50. None if none was measured."""
         measured = [(pair.measured.latency_ms.p50, pair) for pair in self.pairs if pair.measured]
         return min(measured, key=lambda entry: entry[0])[1] if measured else None
 
     @property
     def measured(self) -> Measured | None:
-        """What was measured of the best pair."""
+        """Return the figures of the best pair."""
         return self.best.measured if self.best else None
 
     def _facts(self) -> dict[str, str]:
@@ -170,19 +171,19 @@ class Row(Record):
         return {"executions": ", ".join(pair.runs_on for pair in self.pairs), "notes": "; ".join(self.notes)}
 
     def measurements(self) -> dict[str, Any]:
-        """What was measured, or why nothing was, as JSON values: what an artifact's card repeats of its row."""
+        """Return the measurements, or the reason for their absence, as JSON values. An artifact's card repeats them."""
         return {
             "pairs": [pair.to_json() for pair in self.pairs],
             "skip": self.skip.to_json() if self.skip else None,
         }
 
 
-#: What runs the references that are the float graph, by their names; the others are run by PyTorch.
+#: The engines of those references that are the float graph, by name. PyTorch runs the others.
 FLOAT_GRAPHS: Final = {"onnxruntime FP32": "onnxruntime", "openvino FP32": "openvino"}
 
 
 class Reference(Record):
-    """An eager reference: the baseline's weights, run in another way in the same rounds."""
+    """A reference: the baseline's weights, run in another way in the same rounds."""
 
     name: str
     measured: Timed | None = None
@@ -199,14 +200,14 @@ class Reference(Record):
 
 
 def _found(measured: Timed | None, skip: Skip | None) -> dict[str, str]:
-    """What was measured at a glance, or why nothing was."""
+    """Summarise the measurement, or the reason for its absence."""
     return measured._facts() if measured else {"skipped": glance(str(skip))}
 
 
 class Judgement(Record):
-    """The chosen pair's top-1 on the ``images`` that had no part in the choice; the baseline itself has no difference.
+    """The chosen pair's top-1 on the ``images`` that had no part in the choice.
 
-    The difference is to the baseline on the same images, with its 95 % interval.
+    The difference is to the baseline on the same images, with its 95 % interval. It is None for the baseline itself.
     """
 
     images: int
@@ -215,9 +216,9 @@ class Judgement(Record):
 
 
 class Proof(Record):
-    """How it was shown that the chosen pair loses less than the rule allows, on all images.
+    """The proof that the chosen pair loses less than the rule allows, on all images.
 
-    ``tested`` pairs were tested together, by the procedure of `optimize.run.recommendation.non_inferiority`. The chosen
+    ``tested`` pairs were tested together by the procedure of `optimize.run.recommendation.non_inferiority`. The chosen
     one was tested at the one-sided ``level``, where the lower bound of its difference to the baseline is ``low``.
     """
 
@@ -227,12 +228,13 @@ class Proof(Record):
 
 
 class Recommendation(Record):
-    """The chosen pair (None if none was measured), the rule, and the reason against each other one.
+    """The chosen pair (None if none was measured), the rule, and the reason against each other pair.
 
-    ``name`` is its artifact's, ``pair`` its id, ``execution`` what is to run it. ``rejected`` is by pair's id, and by
-    row's name where no pair of it was measured. ``unproven`` is the id of the pair that would be chosen if more images
-    showed what these suggest; ``remarks`` are sentences about what the rule does not see. ``selection`` says by what it
-    was chosen of how many, and ``proof`` how it was shown to be accurate; the baseline needs none.
+    ``name`` is its artifact's name, ``pair`` its id, ``execution`` the execution to serve with. ``rejected`` maps a
+    pair's id to the reason, or a row's name if none of its pairs was measured. ``unproven`` is the id of the pair that
+    would be chosen if more images confirmed the present result. ``remarks`` are sentences about facts that the rule
+    ignores. ``selection`` says how it was chosen among how many, and ``proof`` how its accuracy was shown. The baseline
+    needs no proof.
     """
 
     name: str | None
@@ -255,12 +257,11 @@ class Recommendation(Record):
 
 
 class Measurement(Record):
-    """How and when the speeds were taken; ``cached``: they are those of an earlier run of the same set.
+    """How and when the speeds were measured. ``cached``: they come from an earlier run of the same set.
 
-    ``others`` is the share of the cores that other processes took meanwhile, on average, and ``busiest`` that of the
-    turn in which they took most; ``clocks`` are the slowest and the fastest clock of the cores behind a turn, in MHz.
-    None where the system does not tell. ``warning`` says that the speeds are provisional,
-    and why; empty: they are not.
+    ``others`` is the share of the cores that other processes took, on average. ``busiest`` is the largest share in one
+    turn. ``clocks`` are the slowest and the fastest clock of the cores after a turn, in MHz. These are None if the
+    system does not report them. ``warning`` says why the speeds are provisional. It is empty if they are not.
     """
 
     timing: Timing
@@ -274,11 +275,11 @@ class Measurement(Record):
 
 
 class Results(Record):
-    """Artifacts and references that were measured in turns, the first row being the baseline of all differences.
+    """Artifacts and references that were measured in turns. All differences are to the first row, the baseline.
 
-    ``references_of`` is the artifact whose eager module the references run. Speeds are multiples of those of two pairs
-    or references: ``yardstick`` is the fastest float execution (the baseline's best, where no float was measured),
-    ``eager`` the reference of that name (the baseline's best pair, where it was not measured).
+    ``references_of`` is the artifact whose eager module the references run. Speeds are relative to two pairs or
+    references. ``yardstick`` is the fastest float execution, or the baseline's best pair if no float was measured.
+    ``eager`` is the reference of that name, or the baseline's best pair if it was not measured.
     """
 
     title: str
@@ -291,7 +292,7 @@ class Results(Record):
     measurement: Measurement
 
     def timed(self, name: str | None) -> Timed | None:
-        """The times of a pair, by its id, or of a reference; None if there is none or it was not measured."""
+        """Return the times of a pair by its id, or of a reference. None if it does not exist or was not measured."""
         found = {pair.id: pair.measured for row in self.rows for pair in row.pairs}
         return {**found, **{reference.name: reference.measured for reference in self.references}}.get(name or "")
 
@@ -306,29 +307,29 @@ class Results(Record):
 
     @property
     def float_yardstick(self) -> bool:
-        """Whether ``yardstick`` is a float execution, and not the baseline for want of one."""
+        """Return whether ``yardstick`` is a float execution rather than the baseline in its place."""
         holders = [row.file for row in self.rows for pair in row.pairs if pair.id == self.yardstick]
         return all(file is not None and file.is_float for file in holders)
 
     @property
     def baseline(self) -> Row:
-        """The row that the others are compared with."""
+        """Return the row that the others are compared with."""
         return self.rows[0]
 
     @property
     def chosen(self) -> Row | None:
-        """The row of the recommended pair."""
+        """Return the row of the recommended pair."""
         return next((row for row in self.rows if row.name == self.recommendation.name), None)
 
     @property
     def chosen_pair(self) -> Pair | None:
-        """The recommended pair."""
+        """Return the recommended pair."""
         pairs = self.chosen.pairs if self.chosen else ()
         return next((pair for pair in pairs if pair.id == self.recommendation.pair), None)
 
 
 class Gpu(Record):
-    """The GPU that was measured on."""
+    """The GPU of the measurement."""
 
     name: str
     memory_bytes: int
@@ -338,7 +339,7 @@ class Gpu(Record):
 
 
 class Machine(Record):
-    """What a reader needs to judge a time; ``quota`` is the processor time that a container had, in cores."""
+    """The facts about a machine that a reader needs to judge a time. ``quota`` is a container's CPU limit, in cores."""
 
     cpu: str
     cores: int
@@ -354,8 +355,9 @@ class Machine(Record):
 class Data(Record):
     """The images: how many to train and to judge with, and how they become the network's input.
 
-    ``val_of`` is how many there are to judge with, where ``val`` is a part of them; ``val_fingerprint`` is that of
-    these, in their order; ``preprocessing_origin`` says of each part of the preprocessing where it came from.
+    ``val`` counts the images to judge with. If these are a part of the split, ``val_of`` is the split's size.
+    ``val_fingerprint`` is the fingerprint of these images in their order. ``preprocessing_origin`` says where each part
+    of the preprocessing comes from.
     """
 
     name: str
@@ -371,7 +373,7 @@ class Data(Record):
 
 
 class Report(Results):
-    """A finished run, as ``report.json`` holds it; ``title`` is its name, ``recommended`` the artifact to serve."""
+    """A finished run, as in ``report.json``. ``title`` is its name, ``recommended`` the artifact to serve."""
 
     schema_version: Literal[4] = Field(default=SCHEMA, alias="schema")
     model: str

@@ -1,7 +1,7 @@
-"""Intervals and summaries for what the measurements collect: pure functions of numbers, nothing is timed here.
+"""Intervals and summaries of measurements: pure functions of numbers. Nothing is timed here.
 
-Every interval is two-sided, at 95 % where nothing else is said. Accuracies and their differences are
-fractions (0 to 1, −1 to 1).
+Every interval is two-sided, at 95 % unless stated otherwise. Accuracies and their differences are fractions (0 to 1, −1
+to 1).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-#: More than anybody will evaluate on.
+#: More images than anybody will evaluate on.
 MOST_IMAGES = 10**9
 
 
@@ -23,9 +23,8 @@ MOST_IMAGES = 10**9
 class PairedDifference:
     """How much more often one model is right than another on the same images.
 
-    ``delta`` is the accuracy of the second minus that of the first, ``low`` and ``high`` its
-    interval; ``gained`` counts the images that only the second gets right, ``lost`` those that only
-    the first does, ``n`` all images.
+    ``delta`` is the accuracy of the second minus that of the first, ``low`` and ``high`` its interval. ``gained``
+    counts the images that only the second gets right, ``lost`` those that only the first gets right, ``n`` all images.
     """
 
     delta: float
@@ -49,8 +48,8 @@ class Percentiles:
 class RatioInterval:
     """The median of per-round ratios and an interval for it.
 
-    ``coverage`` is the probability with which the interval holds the true median. It is at least
-    0.95 from six rounds on; fewer cannot reach that, whatever was measured, and the field says so.
+    ``coverage`` is the probability that the interval contains the true median. It is at least 0.95 from six rounds on.
+    Fewer rounds cannot reach that, whatever their values are.
     """
 
     median: float
@@ -62,11 +61,11 @@ class RatioInterval:
 def paired_difference(
     correct_a: Sequence[bool] | NDArray[np.bool_], correct_b: Sequence[bool] | NDArray[np.bool_]
 ) -> PairedDifference:
-    """The accuracy of b minus that of a on the same images, with Tango's score interval.
+    """Return the accuracy of b minus that of a on the same images, with Tango's score interval.
 
-    Tango, "Equivalence test and confidence interval for the difference in proportions for the
-    paired-sample design", Statistics in Medicine 17 (1998), 891–908. Unlike the Wald interval it
-    keeps its coverage when few images change sides, and is not empty when none does.
+    Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample design",
+    Statistics in Medicine 17 (1998), 891–908. Unlike the Wald interval it keeps its coverage when few images change
+    sides, and is not empty when none does.
 
     Args:
         correct_a: Whether each image is classified correctly by the first model, shape ``(n,)``.
@@ -82,25 +81,25 @@ def paired_difference(
 
 
 def paired_interval(gained: int, lost: int, n: int, confidence: float = 0.95) -> PairedDifference:
-    """The same from counts: ``gained`` images only the second model gets right, ``lost`` only the first, of ``n``."""
+    """Return the same from counts: of ``n`` images, only the second gets ``gained`` right, only the first ``lost``."""
     low, high = _tango(gained, lost, n, confidence)
     return PairedDifference(delta=(gained - lost) / n, low=low, high=high, gained=gained, lost=lost, n=n)
 
 
 def images_needed(loss: float, confidence: float = 0.95, *, gained: float = 0.0, lost: float = 0.0) -> int | None:
-    """The fewest images whose interval excludes a loss, if images change sides at the given rates.
+    """Return the fewest images whose interval excludes a loss, if images change sides at the given rates.
 
-    Found from the interval itself; without images that change sides it is the smallest n with
-    z² / (n + z²) < loss.
+    The search uses the interval itself. If no images change sides, the result is the smallest n with z² / (n + z²) <
+    loss.
 
     Args:
-        loss: of accuracy, a fraction.
-        confidence: of the interval.
+        loss: loss of accuracy, a fraction.
+        confidence: confidence of the interval.
         gained: share of the images that only the second model gets right.
-        lost: share of those that only the first does.
+        lost: share of the images that only the first model gets right.
 
     Returns:
-        The number, or None where no number of images would do (the loss is real), or a billion would not.
+        The number. None if no number of images is enough (the loss is real), or a billion is not.
     """
 
     def excludes(n: int) -> bool:
@@ -119,24 +118,24 @@ def images_needed(loss: float, confidence: float = 0.95, *, gained: float = 0.0,
 
 
 def smallest_loss(n: int, confidence: float = 0.95) -> float:
-    """The smallest loss of accuracy that n images can exclude: that of an artifact that answers all of them alike."""
+    """Return the smallest loss of accuracy that n images can exclude, if both models answer all images alike."""
     return -_tango(0, 0, n, confidence)[0]
 
 
 def loss_score(gained: float, lost: float, n: int, loss: float) -> float:
-    """Tango's score statistic against the hypothesis that the second model loses ``loss`` of accuracy or more.
+    """Compute Tango's score statistic against the hypothesis that the second model loses ``loss`` or more.
 
-    It is above a normal quantile exactly where the lower end of `paired_interval` at that quantile is above ``-loss``.
+    It is above a normal quantile exactly if the lower end of `paired_interval` at that quantile is above ``-loss``.
 
     Args:
         gained: images that only the second model gets right.
-        lost: those that only the first does.
+        lost: images that only the first model gets right.
         n: all images.
-        loss: of accuracy, a fraction, from 0.
+        loss: loss of accuracy, a fraction, from 0.
 
     Returns:
-        The statistic, standard normal where the loss is exactly ``loss``: the higher, the surer that it is smaller.
-        Where the rates of gained and lost images stay, it grows with the square root of ``n``.
+        The statistic, standard normal if the loss is exactly ``loss``. A higher value is stronger evidence that the
+            loss is smaller. At constant rates of gained and lost images it grows with the square root of ``n``.
     """
     distance = gained - lost + n * loss
     variance = n * _paired_variance(-loss, gained, lost, n)
@@ -146,20 +145,20 @@ def loss_score(gained: float, lost: float, n: int, loss: float) -> float:
 
 
 def holm(p_values: Sequence[float], error: float, each: float) -> list[tuple[bool, float]]:
-    """Test several hypotheses together: the chance that any true one is rejected is at most ``error``.
+    """Test several hypotheses together. The chance of rejecting any true one is at most ``error``.
 
-    Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6 (1979),
-    65-70. The smallest p-value is compared with ``error`` divided by the number of hypotheses, the next one with
-    ``error`` divided by the number that is left, until one is not small enough. That holds however the p-values depend
-    on each other.
+    Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6 (1979), 65-70.
+    The smallest p-value is compared with ``error`` divided by the number of hypotheses. The next one is compared with
+    ``error`` divided by the number that is left, and so on until one is not small enough. This holds for any dependence
+    between the p-values.
 
     Args:
         p_values: one for each hypothesis.
         error: the chance for all together.
-        each: no hypothesis is tested at a higher level than this, however few are left.
+        each: the highest level for any single hypothesis, however few are left.
 
     Returns:
-        For each hypothesis whether it is rejected, and the level that it was last compared with.
+        For each hypothesis whether it is rejected, and the level of its last comparison.
     """
     found = [(False, 0.0)] * len(p_values)
     level, rejecting = 0.0, True
@@ -172,12 +171,12 @@ def holm(p_values: Sequence[float], error: float, each: float) -> list[tuple[boo
 
 
 def wilson_interval(part: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The interval of a fraction that was seen n times, such as an accuracy.
+    """Return the interval of a fraction from n observations, such as an accuracy.
 
     Args:
         part: the fraction, 0 to 1.
-        n: how often it was looked at, from 1.
-        confidence: of the interval.
+        n: the number of observations, from 1.
+        confidence: confidence of the interval.
 
     Returns:
         Its ends. Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
@@ -185,7 +184,7 @@ def wilson_interval(part: float, n: int, confidence: float = 0.95) -> tuple[floa
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     centre = (part + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(part * (1 - part) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    # At 0 and 1 the ends are those, but for rounding; and never inside of what was seen.
+    # At 0 and 1 one end equals the fraction, apart from rounding. The interval always contains the fraction.
     return max(0.0, min(part, centre - half)), min(1.0, max(part, centre + half))
 
 
@@ -202,9 +201,9 @@ def _tango(gained: float, lost: float, n: int, confidence: float) -> tuple[float
 
 
 def _paired_variance(delta: float, gained: float, lost: float, n: int) -> float:
-    """The variance of n (accuracy b − accuracy a), divided by n, if the true difference were ``delta`` (Tango 1998).
+    """Return the variance of n (accuracy b − accuracy a), divided by n, if the true difference were ``delta``.
 
-    With q21 the likelihood's maximum for "only a is right" under q12 = q21 + Δ. Its score equation
+    Source: Tango 1998. q21 maximises the likelihood of "only a is right" under q12 = q21 + Δ. Its score equation
     b/(q+Δ) + c/q − 2(n−b−c)/(1−2q−Δ) = 0 is the quadratic A q² + B q + C = 0 below (b gained, c lost).
     """
     a = 2.0 * n
@@ -216,7 +215,7 @@ def _paired_variance(delta: float, gained: float, lost: float, n: int) -> float:
 
 
 def _border(outside: Callable[[float], bool], *, inside: float, limit: float) -> float:
-    """The place between ``inside`` and ``limit`` where ``outside`` turns true, by bisection to the last bit."""
+    """Find the place between ``inside`` and ``limit`` where ``outside`` becomes true, by bisection to the last bit."""
     if not outside(limit):
         return limit
     near, far = inside, limit
@@ -231,7 +230,7 @@ def _border(outside: Callable[[float], bool], *, inside: float, limit: float) ->
 
 
 def percentile_summary(samples: ArrayLike) -> Percentiles:
-    """The median, 95th and 99th percentile, interpolated linearly between order statistics.
+    """Return the median, 95th and 99th percentile, interpolated linearly between order statistics.
 
     Raises:
         ValueError: There are no samples, or one is not finite.
@@ -242,13 +241,12 @@ def percentile_summary(samples: ArrayLike) -> Percentiles:
 
 
 def ratio_interval(a_rounds: ArrayLike, b_rounds: ArrayLike) -> RatioInterval:
-    """How many times as large a is as b: the median over rounds of a/b, and its interval.
+    """Return how many times as large a is as b: the median over rounds of a/b, and its interval.
 
-    Rounds are paired (both were measured within the same short time), so that what slows a whole
-    round cancels. The interval lies between two order statistics and assumes nothing about the
-    distribution: Conover, Practical Nonparametric Statistics (3rd ed., 1999), section 3.2. Of an
-    even number of rounds the median is the geometric mean of the middle two, so that swapping a
-    and b inverts the result exactly.
+    Rounds are paired (both values were measured within the same short time), so that a slow round affects both and
+    cancels. The interval lies between two order statistics and assumes nothing about the distribution: see Conover,
+    Practical Nonparametric Statistics (3rd ed., 1999, section 3.2). For an even number of rounds the median is the
+    geometric mean of the middle two, so that swapping a and b inverts the result exactly.
 
     Args:
         a_rounds: One positive number per round, such as the parent's median latency in ms.
@@ -273,7 +271,7 @@ def ratio_interval(a_rounds: ArrayLike, b_rounds: ArrayLike) -> RatioInterval:
     )
 
 
-#: Numbers from which on the interval between order statistics has 95 %.
+#: The count of numbers from which the interval between order statistics reaches 95 %.
 ENOUGH = 6
 
 #: The 97.5th percentile of Student's distribution by degrees of freedom, from 1.
@@ -281,9 +279,10 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 
 
 def student_ratio(a: ArrayLike, b: ArrayLike) -> RatioInterval:
-    """How many times as large a is as b: the geometric mean of a/b, and its 95 % interval by Student's distribution.
+    """Return how many times as large a is as b: the geometric mean of a/b, and its 95 % interval (Student).
 
-    For a few numbers, each the median of a process: of their logarithms' mean, whose error is told by how they differ.
+    For a few numbers, each the median of a process. The interval is that of the mean of their logarithms, with the
+    error estimated from their spread.
 
     Args:
         a: One positive number per process, 2 to 11.
@@ -304,10 +303,9 @@ def student_ratio(a: ArrayLike, b: ArrayLike) -> RatioInterval:
 
 
 def _median_rank(n: int) -> int:
-    """The largest rank r for which [r-th smallest, r-th largest] holds the median with 95 %; at least 1.
+    """Return the largest rank r for which [r-th smallest, r-th largest] contains the median with 95 %, at least 1.
 
-    The number of samples below the median is binomial(n, ½), so the interval misses with
-    probability 2·P(X < r).
+    The number of samples below the median is binomial(n, ½), so the interval misses with probability 2·P(X < r).
     """
     rank, cumulative = 0, 0
     while 40 * (cumulative := cumulative + math.comb(n, rank)) <= 2**n:  # one tail: 1/40, in exact integers
@@ -316,13 +314,13 @@ def _median_rank(n: int) -> int:
 
 
 def sqnr_db(reference: ArrayLike, other: ArrayLike) -> float | None:
-    """The signal to quantization-noise ratio in dB: 10 log10(Σ reference² / Σ (reference − other)²).
+    """Return the signal to quantization-noise ratio in dB: 10 log10(Σ reference² / Σ (reference − other)²).
 
-    Higher is closer; each bit of a uniform quantizer is worth about 6 dB (Bennett, "Spectra
-    of quantized signals", Bell System Technical Journal 27 (1948), 446–472).
+    Higher is closer. Each bit of a uniform quantizer is worth about 6 dB (Bennett, "Spectra of quantized signals", Bell
+    System Technical Journal 27 (1948), 446–472).
 
     Returns:
-        The ratio, or None where the two are equal to the last bit (an infinite ratio, which JSON cannot hold).
+        The ratio. None if the two are equal to the last bit (an infinite ratio, which JSON cannot hold).
 
     Raises:
         ValueError: The shapes differ, a value is not finite, or the reference is zero everywhere but the other is not.
@@ -340,7 +338,7 @@ def sqnr_db(reference: ArrayLike, other: ArrayLike) -> float | None:
 
 
 def _finite(values: Any, name: str, *, vector: bool = True) -> NDArray[np.float64]:
-    """``values`` as float64 (a half's squares would overflow), or an error that names what is wrong with them."""
+    """Return ``values`` as float64 (the squares of float16 would overflow). Raises a precise error for bad values."""
     array = np.asarray(values, dtype=np.float64)
     if array.size == 0 or (vector and array.ndim != 1):
         raise ValueError(f"{name}: a non-empty {'vector' if vector else 'array'} is needed, got shape {array.shape}")

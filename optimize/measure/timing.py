@@ -1,4 +1,4 @@
-"""The settings of a measurement; apart from what measures, which needs torch, because reports are read without."""
+"""The settings of a measurement. They are apart from the code that measures, because reports are read without torch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _as_json(wanted: str | Execution) -> object:
     return wanted if isinstance(wanted, str) else wanted.to_json()
 
 
-#: An engine's name, for it with its usual settings wherever is measured; or one execution, as a mapping of its fields.
+#: The name of an engine, which stands for its default settings on every measured device, or one execution as a mapping.
 Wanted = Annotated[str | Execution, PlainValidator(_wanted), PlainSerializer(_as_json)]
 
 
 class Timing(Config):
-    """What is measured, and how its speed is."""
+    """What to measure, and how to measure speed."""
 
     executions: tuple[Wanted, ...] | None = Field(
         default=None,
@@ -56,13 +56,13 @@ class Timing(Config):
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The rounds that begin in new processes, ascending from 0."""
+        """Return the rounds that begin in new processes, ascending from 0."""
         processes = min(self.processes, self.rounds)
         return tuple(number * self.rounds // processes for number in range(processes))
 
     @property
     def of_a_turn(self) -> dict[str, object]:
-        """What a turn depends on, as JSON values: all but which executions take turns."""
+        """Return the settings that affect a turn, as JSON values: all but the choice of executions."""
         return self.model_dump(mode="json", exclude={"executions"})
 
     @field_validator("batch_sizes")

@@ -1,8 +1,8 @@
-"""The process that an execution is measured in: opened on command from a clean start, and nobody else's.
+"""The process that measures one execution, opened on command from a clean start.
 
-Run as ``python -m optimize.measure.worker FD`` this is the *template*: a process that has imported the libraries,
-has started no thread and no CUDA, and forks a child for each execution. So no artifact pays for an import, and none
-is warmed or grown by another. What is said over the sockets is a line of JSON, and as many bytes as it announces;
+Run as ``python -m optimize.measure.worker FD`` this is the *template*: a process that has imported the libraries, has
+started no thread and no CUDA, and forks a child for each execution. So no artifact pays for an import, and none is
+warmed up or enlarged by another. A message on the sockets is a line of JSON, and as many bytes as it announces.
 `optimize.measure.processes` is the other side.
 """
 
@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 if TYPE_CHECKING:
     import torch
 
-#: Calls that are not timed, before a batch size counts as warm: TorchScript optimises on its second, CUDA on its first.
+#: Untimed calls until a batch size counts as warm: TorchScript optimises on its second call, CUDA on its first.
 _WARM_CALLS = 3
 _PR_SET_PDEATHSIG: Final = 1
 
-#: What torch (2.14) imports when an exported program is opened, 400 modules with networkx and sympy: 0.3 s.
+#: Modules that torch (2.14) imports when an exported program is opened: 400 with networkx and sympy, 0.3 s.
 OPENED_LATER: Final = (
     "torch.export.passes",
     "torch.export._trace",
@@ -53,7 +53,7 @@ def send(stream: socket.socket, header: Mapping[str, Any], payload: bytes | memo
 
 
 def receive(stream: BinaryIO) -> tuple[dict[str, Any], bytearray] | None:
-    """Read what `send` wrote; None where the other side is gone."""
+    """Read a message of `send`. None if the other side is gone."""
     line = stream.readline()
     if not line.endswith(b"\n"):
         return None
@@ -70,7 +70,7 @@ def receive(stream: BinaryIO) -> tuple[dict[str, Any], bytearray] | None:
 
 @dataclass
 class Child:
-    """The side of an execution's process that answers; each method is a command of that name.
+    """The answering side of an execution's process. Each method is the command of its name.
 
     Attributes:
         call: ``uint8 (N, C, H, W)`` to logits, both on the host, once something is open.
@@ -86,7 +86,7 @@ class Child:
     images: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def open(self, payload: bytearray, folder: str, execution: Mapping[str, Any], max_batch: int) -> dict[str, Any]:
-        """Open an artifact's folder, whose files are checked; ``load_ms`` is without importing any library."""
+        """Open an artifact's folder and check its files. ``load_ms`` does not include imports."""
         from serve.runtime.card.execution import Execution, settle
         from serve.runtime.engines.base import find_engine, unavailable
         from serve.runtime.errors import EngineError
@@ -94,8 +94,8 @@ class Child:
 
         by = Execution.from_json(execution)
         settle(by, computes_with_torch=find_engine(by.engine).computes_with_torch)
-        # The probe imports what the engine runs with. Not in the template: onnxruntime (1.31) starts a thread when it
-        # is imported, and a child of a fork would be without it.
+        # The probe imports the engine's libraries. The template must not: onnxruntime (1.31) starts a thread when it is
+        # imported, which a forked child would lack.
         if (reason := unavailable(by.engine, by.device_type)) is not None:
             raise EngineError(reason)
         self.idle = _memory(anew=True)
@@ -107,10 +107,10 @@ class Child:
         return {"provider": predictor.engine.provider, "load_ms": load_ms}
 
     def reference(self, payload: bytearray, name: str, device: str) -> dict[str, Any]:
-        """Take an eager module and run it in the way that the reference of this name does."""
+        """Load an eager module and run it as the reference of this name."""
         from optimize.measure.references import open_reference
 
-        module, preprocessing = pickle.loads(payload)  # of our own parent, through a socket that only it has
+        module, preprocessing = pickle.loads(payload)  # from our own parent, through a socket that only it has
         self.call, provider = open_reference(name, module, preprocessing, device)
         self.device, self.shape = device, preprocessing.shape
         return {"provider": provider}
@@ -128,30 +128,30 @@ class Child:
         return {}
 
     def memory(self, payload: bytearray) -> dict[str, Any]:
-        """Peak resident memory above that of the idle process, bytes."""
+        """Return the peak resident memory above that of the idle process, bytes."""
         return {"memory_bytes": _memory() - self.idle}
 
     def device_memory(self, payload: bytearray, device: str) -> dict[str, Any]:
-        """Memory in use on a CUDA device, by whomever, bytes."""
+        """Return the memory in use on a CUDA device by all processes, bytes."""
         import torch
 
         free, total = torch.cuda.mem_get_info(torch.device(device))
         return {"memory_bytes": total - free}
 
     def probe(self, payload: bytearray, engine: str, device: str) -> dict[str, Any]:
-        """Why an engine does not work here, or None."""
+        """Return why an engine does not work here, or None."""
         from serve.runtime.engines.base import unavailable
 
         return {"reason": unavailable(engine, device)}
 
     def torch_threads(self, payload: bytearray) -> dict[str, Any]:
-        """How many threads torch computes with."""
+        """Return the number of threads that torch uses."""
         import torch
 
         return {"threads": torch.get_num_threads()}
 
     def logits(self, payload: bytearray) -> tuple[dict[str, Any], memoryview]:
-        """``uint8`` images to ``float32`` logits, both as they lie in memory."""
+        """Map ``uint8`` images to ``float32`` logits, both as raw memory."""
         found = self._run(self._batch(payload)).contiguous()
         return {"classes": found.shape[1]}, memoryview(found.numpy().data).cast("B")
 
@@ -162,14 +162,14 @@ class Child:
         return {}
 
     def turn(self, payload: bytearray, size: int, timing: Mapping[str, Any]) -> dict[str, Any]:
-        """Take a turn at a batch size: milliseconds of each timed call."""
+        """Take a turn at a batch size. Returns the milliseconds of each timed call."""
         from optimize.measure.latency import clock_of, take_turn
         from optimize.measure.timing import Timing
 
         return {"ms": take_turn(self._run, self.images[size], clock_of(self.device), Timing(**timing))}
 
     def invoke(self, payload: bytearray, function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """What a function of the project's gives, ``module:name``, for the payload: JSON values."""
+        """Call a function of this project (``module:name``) on the payload. Returns its JSON values."""
         module, _, name = function.partition(":")
         return {"found": getattr(importlib.import_module(module), name)(payload, **arguments)}
 
@@ -190,7 +190,7 @@ _COMMANDS: Final = (
 
 
 def answer_commands(stream: socket.socket) -> None:
-    """Answer the commands on ``stream`` until the other side closes it. What fails is an answer too."""
+    """Answer the commands on ``stream`` until the other side closes it. A failure is an answer too."""
     child = Child()
     with stream.makefile("rb") as incoming:
         while (message := receive(incoming)) is not None:
@@ -210,9 +210,9 @@ def answer_commands(stream: socket.socket) -> None:
 
 
 def _memory(*, anew: bool = False) -> int:
-    """This process's peak resident memory, bytes; ``anew``: from here on, if the kernel lets us.
+    """Return this process's peak resident memory in bytes. ``anew`` resets the peak first if the kernel allows it.
 
-    Not ``getrusage``: its peak is inherited from the parent's.
+    ``getrusage`` does not work here, because it inherits its peak from the parent.
     """
     if anew:
         with contextlib.suppress(OSError):
@@ -222,8 +222,8 @@ def _memory(*, anew: bool = False) -> int:
 
 
 def prepare() -> None:
-    """Import what executions run with, as far as it starts no thread, and leave CUDA alone."""
-    # numpy's OpenBLAS (numpy 2) starts its pool when it is imported; nothing that is measured uses it.
+    """Import the libraries of executions, as far as that starts no thread. CUDA is not touched."""
+    # numpy's OpenBLAS (numpy 2) starts its thread pool at import. Nothing that is measured uses it.
     given = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     importlib.import_module("numpy")
@@ -236,39 +236,39 @@ def prepare() -> None:
 
     engines()
     gc.collect()
-    gc.freeze()  # what is shared with the children stays shared
+    gc.freeze()  # keeps memory shared with the children
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel end this process when ``parent`` ends."""
+    """Make the kernel end this process when ``parent`` ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _template(control: socket.socket) -> None:
-    """Fork a child for each pair of descriptors (its socket, its stderr) that arrives; end those that are named."""
+    """Fork a child for each pair of descriptors (its socket, its stderr) that arrives. End children on request."""
     prepare()
     control.send(b"{}")
     me = os.getpid()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 256, 2)
         if not message:
-            return  # whoever started us is gone, and with us our children go
+            return  # the owner is gone, and our children end with us
         if descriptors:
             pid = os.fork()
             if pid == 0:
                 _die_with(me)
                 control.close()
                 stream, errors = descriptors
-                os.dup2(errors, 1)  # what a library prints is no answer
+                os.dup2(errors, 1)  # a library's prints must not be read as an answer
                 os.dup2(errors, 2)
                 os.close(errors)
                 try:
                     answer_commands(socket.socket(fileno=stream))
                 finally:
                     sys.stderr.flush()
-                    os._exit(0)  # no destructor of a library is waited for
+                    os._exit(0)  # does not wait for the destructors of libraries
             for descriptor in descriptors:
                 os.close(descriptor)
             control.send(json.dumps({"pid": pid}).encode())
