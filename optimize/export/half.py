@@ -1,4 +1,4 @@
-"""Whether 16 bits hold a network: its weights, what its layers give, and its answers on real images."""
+"""Checks whether 16 bits can hold a network: its weights, its layers' outputs, and its answers on real images."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from optimize.errors import NotApplicableError, PassError
 
 
 def check_half(module: nn.Module, dtype: torch.dtype, images: torch.Tensor) -> None:
-    """Refuse a network whose weights, layers or answers ``dtype`` does not hold.
+    """Refuse a network whose weights, layer outputs or answers exceed ``dtype``.
 
-    The arithmetic is emulated, because CPUs without FP16 instructions are a hundred times slower in it: every operator
-    computes in float32, as those of a GPU accumulate, and its result is rounded to ``dtype``.
+    The arithmetic is emulated, because CPUs without FP16 instructions are a hundred times slower in FP16. Every
+    operator computes in float32, as GPUs accumulate, and its result is rounded to ``dtype``.
 
     Args:
-        module: float32, in eval mode, on the CPU; left as it is.
+        module: float32, in eval mode, on the CPU. It is not changed.
         dtype: ``torch.float16`` or ``torch.bfloat16``.
-        images: real ones, normalised, ``float32 (N, C, H, W)``; a few are enough.
+        images: a few real, normalised images, ``float32 (N, C, H, W)``.
 
     Raises:
-        NotApplicableError: a weight, or what a layer gives on these images, is finite and beyond the largest number of
-            ``dtype`` (65504 for FP16); it is named, with the value.
+        NotApplicableError: a weight or a layer's output on these images is finite and beyond the largest number of
+            ``dtype`` (65504 for FP16). The message names it with its value.
         PassError: an answer is not finite.
     """
     name, largest = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
@@ -50,7 +50,7 @@ def check_half(module: nn.Module, dtype: torch.dtype, images: torch.Tensor) -> N
 
 
 class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Rounds what every operator gives.
+    """Rounds the result of every operator.
 
     ``largest`` is the largest finite magnitude before rounding, by the innermost module that called the operator.
     """
@@ -63,9 +63,10 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if "empty" in func.__name__:  # what lies in it means nothing yet
+        if "empty" in func.__name__:  # its content has no meaning yet
             return result
-        # Norms and attention also give statistics, which their half kernels keep in float32: a tuple's first is enough.
+        # Norms and attention also return statistics, which their half kernels keep in float32. The first of a tuple is
+        # enough.
         for tensor in tree_leaves(result[0] if isinstance(result, tuple) else result):
             if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and tensor.numel():
                 self._round(tensor)
@@ -76,15 +77,15 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not math.isfinite(value):
             value = float(torch.where(tensor.isfinite(), tensor, 0.0).abs().max())
         self.largest[name] = max(value, self.largest.get(name, 0.0))
-        # In place, because the result of an in-place operator is its input. A view is of what is rounded already:
-        # that does not change, and one that repeats (`expand`) cannot be written to.
+        # In place, because the result of an in-place operator is its input. A view shows values that are rounded
+        # already, and rounding again does not change them. A view that repeats values (`expand`) cannot be written to.
         if 0 not in tensor.stride():
             tensor.copy_(tensor.to(self.dtype))
 
 
 @contextmanager
 def _names(module: nn.Module, stack: list[str]) -> Iterator[None]:
-    """Keep the name of the module that runs on top of ``stack``."""
+    """Keep the name of the running module on top of ``stack``."""
 
     def entered(name: str) -> Callable[[nn.Module, Any], None]:
         return lambda layer, given: stack.append(name)

@@ -1,8 +1,8 @@
-"""Multiply-accumulates (MACs) and bytes by shapes alone: nothing is computed, and no memory of that size is taken.
+"""Multiply-accumulates (MACs) and bytes of a network, from shapes alone. Nothing is computed or allocated.
 
-A convolution uses each of its weights once for each place of each image, a linear layer once for each row, a product
-of matrices each pair that meets; sums, norms and activations have none. torch's own counter
-(`torch.utils.flop_counter`) has the formulas for its operators; two of its operations are one MAC.
+A convolution uses each of its weights once for each output place of each image. A linear layer uses them once for each
+row. A matrix product has one MAC for each pair that it multiplies. Sums, norms and activations have none. Torch's own
+counter (`torch.utils.flop_counter`) has the formulas of its operators. Two of its operations are one MAC.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 _ATEN = torch.ops.aten
-#: What has weights, as their second argument, however these came to be.
+#: Operators with weights, whether stored or computed, as their second argument.
 _LAYERS = frozenset(
     getattr(_ATEN, name).default for name in ("conv1d", "conv2d", "conv3d", "convolution", "linear")
 ) | {_ATEN.conv_transpose1d.default, _ATEN.conv_transpose2d.input, _ATEN.conv_transpose3d.input}
@@ -28,13 +28,13 @@ _LAYERS = frozenset(
 
 @dataclass(frozen=True)
 class Work:
-    """What an operator has to do: MACs, and the bytes that it must read and write at least once.
+    """The work of an operator: its MACs, and the bytes that it must read and write at least once.
 
     Attributes:
         macs: multiply-accumulates of the whole batch.
         weights: bytes of its weights and other constants.
-        read: bytes of the activations that it is given.
-        written: bytes of what it gives.
+        read: bytes of its input activations.
+        written: bytes of its output.
     """
 
     macs: int
@@ -44,34 +44,34 @@ class Work:
 
 
 def weighted_macs(weight: Sequence[int], places: int) -> int:
-    """MACs of a convolution or a linear layer.
+    """Return the MACs of a convolution or a linear layer.
 
     Args:
         weight: shape of its weight: ``(out, in / groups, *kernel)``, or ``(out, in)``.
-        places: positions of the answer without its channels, images included, ``N * H * W``; of a transposed
-            convolution those of its input.
+        places: number of output positions without channels but with images, ``N * H * W``. For a transposed
+            convolution, of input positions.
     """
     return math.prod(weight) * places
 
 
 def product_macs(answer: Sequence[int], inner: int) -> int:
-    """MACs of a product of matrices with an answer of shape ``(..., rows, columns)``, over ``inner`` pairs each."""
+    """Return the MACs of a matrix product of shape ``(..., rows, columns)`` with ``inner`` pairs for each element."""
     return math.prod(answer) * inner
 
 
 def layer_macs(module: nn.Module, example: torch.Tensor) -> dict[str, int]:
-    """MACs of each layer for one image.
+    """Return the MACs of each layer for one image.
 
     Args:
-        module: of any device; it is called in its mode, on tensors without content, and keeps its state.
-        example: ``(N, C, H, W)``; its values do not count.
+        module: on any device. It is called in its mode on tensors without content, and keeps its state.
+        example: ``(N, C, H, W)``. Its values do not count.
 
     Returns:
-        By module name, in order of the first call, what has any. What a module computes beside its children, such as
-        the products of an attention, counts as its own; ``""`` is the network itself. A layer that is called twice
-        counts twice.
+        MACs by module name, in order of the first call, without layers that have none. What a module computes itself,
+            such as the products of an attention, counts as its own. ``""`` is the network itself. A layer that is
+            called twice counts twice.
     """
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # norms in training mode move theirs
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # norms in training mode update theirs
     try:
         with _counting() as (counter, mode), _counted(module, counter) as found:
             module(mode.from_tensor(example))
@@ -84,10 +84,10 @@ def layer_macs(module: nn.Module, example: torch.Tensor) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _counted(module: nn.Module, counter: FlopCounterMode) -> Iterator[dict[str, int]]:
-    """Operations of each module without its children's, by name, while it is called."""
+    """Yield the operations of each module without its children's, by name, for the calls in the block."""
     found: dict[str, int] = {}
     started: list[int] = []
-    inside: list[int] = []  # of each open call what its children had
+    inside: list[int] = []  # for each open call, the operations of its children
 
     def enter(*_: object) -> None:
         started.append(counter.get_total_flops())
@@ -109,20 +109,19 @@ def _counted(module: nn.Module, counter: FlopCounterMode) -> Iterator[dict[str, 
 
 
 def total_macs(module: nn.Module, example: torch.Tensor) -> int:
-    """MACs of a network for one image; see `layer_macs`."""
+    """Return the MACs of a network for one image. See `layer_macs`."""
     return sum(layer_macs(module, example).values())
 
 
 def program_work(module: fx.GraphModule, example: torch.Tensor) -> dict[str, Work]:
-    """What each call of an exported program's graph has to do for a batch.
+    """Return the work of each call in an exported program's graph for a batch.
 
     Args:
         module: of ATen operators, as ``ExportedProgram.module()`` gives it.
-        example: the batch ``(N, C, H, W)``; its values do not count.
+        example: the batch ``(N, C, H, W)``. Its values do not count.
 
     Returns:
-        By node name, in the graph's order. Tensors that are only seen otherwise (a view, a slice) count as read and
-        written, though nothing is moved.
+        Work by node name, in the graph's order. Views and slices count as read and written, though nothing moves.
     """
     with _counting() as (counter, mode):
         return _Working(module, counter).of(mode.from_tensor(example))
@@ -130,9 +129,10 @@ def program_work(module: fx.GraphModule, example: torch.Tensor) -> dict[str, Wor
 
 @contextlib.contextmanager
 def _counting() -> Iterator[tuple[FlopCounterMode, FakeTensorMode]]:
-    """A counter of operations over tensors without content."""
+    """Yield a counter of operations on tensors without content."""
     fast = torch.backends.mha.get_fastpath_enabled()
-    # One operator for a whole attention, which the counter (torch 2.14) does not know; nor the CPU's fused product.
+    # The fast path computes a whole attention in one operator that the counter (torch 2.14) does not know. Neither does
+    # it know the CPU's fused product.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
@@ -147,7 +147,7 @@ def _counting() -> Iterator[tuple[FlopCounterMode, FakeTensorMode]]:
 
 
 class _Working(fx.Interpreter):
-    """Runs a graph and notes what each call of it has to do."""
+    """Runs a graph and notes the work of each call."""
 
     def __init__(self, module: fx.GraphModule, counter: FlopCounterMode) -> None:
         super().__init__(module)
@@ -175,7 +175,7 @@ class _Working(fx.Interpreter):
 
 
 def _bytes(value: object) -> int:
-    """Bytes of a tensor, or of several."""
+    """Return the bytes of a tensor, or of several."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0

@@ -1,4 +1,4 @@
-"""Writing a float module's program so that it opens without its Python code; what an artifact's weights are kept as."""
+"""Writes a float module's program so that it opens without its Python code, and an artifact's weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MANGLED = re.compile(rb"___torch_mangle_\d+")
 
 
 def write_weights(module: nn.Module, folder: Path) -> None:
-    """Write the state dict as ``weights.safetensors``, which is what a child's eager module is rebuilt from."""
-    # Tied tensors are written once per name: a state dict read back must be complete.
-    # What `get_extra_state` gives beside tensors is as the module is built.
+    """Write the state dict as ``weights.safetensors``. The eager module of a child artifact is rebuilt from it."""
+    # Tied tensors are written once per name, because a state dict that is read back must be complete. Anything but
+    # tensors from `get_extra_state` is restored by building the module.
     own = ((name, value) for name, value in module.state_dict().items() if isinstance(value, torch.Tensor))
     state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in own}
     save_file(state, folder / WEIGHTS_FILE)
@@ -34,10 +34,10 @@ def write_weights(module: nn.Module, folder: Path) -> None:
 def write_program(module: nn.Module, example: torch.Tensor, folder: Path, *, stem: str = "model") -> tuple[str, Format]:
     """Write a float module so that it opens without its Python code, with a dynamic batch.
 
-    A ``torch.export`` program where the model can be exported, else a traced TorchScript file.
+    The file is a ``torch.export`` program if the model can be exported, and a traced TorchScript file otherwise.
 
     Args:
-        module: in eval mode; its dtype is the file's.
+        module: in eval mode. Its dtype is the file's.
         example: ``(N, C, H, W)`` of the module's dtype, N >= 2.
         folder: where to write.
         stem: file name without suffix.
@@ -57,17 +57,17 @@ def write_program(module: nn.Module, example: torch.Tensor, folder: Path, *, ste
     file = f"{stem}.pt2"
     try:
         save_program(program, folder / file)
-    except EngineError:  # the runtime would refuse it: a custom operator, a tensor subclass that must be pickled …
+    except EngineError:  # the runtime would refuse it: a custom operator, a pickled tensor subclass …
         (folder / file).unlink()
         return write_script(module, example, folder, stem=stem), "torchscript"
     return file, "exported_program"
 
 
 def write_script(module: nn.Module, example: torch.Tensor, folder: Path, *, stem: str = "model") -> str:
-    """Trace, freeze and write a module as TorchScript; returns the file's name.
+    """Trace, freeze and write a module as TorchScript, and return the file's name.
 
-    TorchScript is the only file format for torch.ao's packed int8 modules; it warns of its deprecation
-    since torch 2.14.
+    TorchScript is the only file format for torch.ao's packed int8 modules. It warns of its deprecation since torch
+    2.14.
     """
     file = f"{stem}.pt"
     with warnings.catch_warnings(), torch.no_grad():
@@ -80,11 +80,12 @@ def write_script(module: nn.Module, example: torch.Tensor, folder: Path, *, stem
 
 
 def _with_names_of_its_own(written: io.BytesIO) -> bytes:
-    """A TorchScript file with type names that depend on the module alone.
+    """Return a TorchScript file with type names that depend on the module alone.
 
-    torch (2.14) tells types of one name apart by a number that counts up in the process (``___torch_mangle_7``): the
-    same module gave other bytes after an interruption. They are counted anew in the file. What tells where code came
-    from (``.debug_pkl``) has these names, too, and the id of the file is a hash of all that; no reader needs either.
+    Torch (2.14) tells types of one name apart by a number that counts up in the process (``___torch_mangle_7``). The
+    same module gave other bytes after an interruption. Here the types are numbered again within the file. The debug
+    records (``.debug_pkl``) also contain these names, and the file's id is a hash of everything. No reader needs
+    either, so both are left out.
     """
     numbers: dict[bytes, bytes] = {}
 
@@ -94,7 +95,7 @@ def _with_names_of_its_own(written: io.BytesIO) -> bytes:
     with zipfile.ZipFile(written) as opened:
         records = {entry.filename: opened.read(entry) for entry in opened.infolist()}
     root = next(name for name in records if name.endswith("/data.pkl")).removesuffix("data.pkl")
-    kept = {f"{root}data.pkl": renamed(records.pop(f"{root}data.pkl"))}  # the first: it names the module's own type
+    kept = {f"{root}data.pkl": renamed(records.pop(f"{root}data.pkl"))}  # first, because it names the module's own type
     for name, content in records.items():
         if name.endswith((".py", ".pkl")):
             kept[renamed(name.encode()).decode()] = renamed(content)

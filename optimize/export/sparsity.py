@@ -1,4 +1,4 @@
-"""How many weights of a model file are zero: counted in the file itself, of whatever format."""
+"""Counts the zero weights in a model file of any format."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from serve.runtime.card.card import Format
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.model_files.program_file import load_program
 
-#: Operators of an ONNX graph with weights, as their second input, and what only hands a weight on to them.
+#: ONNX operators whose second input is a weight, and operators that only pass a weight on to them.
 _ONNX_LAYERS: Final = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _PASSING: Final = frozenset({"DequantizeLinear", "QuantizeLinear", "Transpose", "Reshape", "Cast", "Identity"})
-#: The same of torch's programs: what the names of operators begin with, and whole names; without leading underscores.
+#: The same for torch's programs: prefixes of operator names, and whole names, without leading underscores.
 _LAYERS: Final = ("conv1d", "conv2d", "conv3d", "convolution", "linear", "conv_transpose")
 _HANDING_ON: Final = frozenset(
     {f"{way}quantize_per_{each}" for way in ("", "de") for each in ("channel", "tensor")}
@@ -35,9 +35,9 @@ class Sparsity:
     """Zeros among the weights of convolutions and linear layers.
 
     Attributes:
-        zeros: how many weights are zero.
-        weights: how many there are.
-        layers: how many tensors these are.
+        zeros: number of weights that are zero.
+        weights: number of weights.
+        layers: number of weight tensors.
     """
 
     zeros: int
@@ -45,18 +45,18 @@ class Sparsity:
     layers: int
 
     def words(self, file: str) -> str:
-        """In a sentence."""
+        """Return a sentence with the figures."""
         share = self.zeros / self.weights
         return f"{share:.1%} of the {self.weights} weights of {self.layers} layers in {file} are zero, counted there"
 
 
 def sparsity(folder: Path, file: str, kind: Format) -> Sparsity | None:
-    """Count the zeros of a model file; None where it has no weights that could be read.
+    """Count the zeros of a model file. None: it has no weights that can be read.
 
-    Integers are zero where they are 0: weights have no zero-point here.
+    An integer weight is zero where it is 0, because weights have no zero point here.
 
     Args:
-        folder: where the file lies, and what belongs to it.
+        folder: the folder of the file and of its parts.
         file: its name.
         kind: its format.
     """
@@ -70,7 +70,7 @@ def sparsity(folder: Path, file: str, kind: Format) -> Sparsity | None:
 def constant_behind(
     tensor: str, makers: Mapping[str, onnx.NodeProto], constants: Mapping[str, onnx.TensorProto]
 ) -> onnx.TensorProto | None:
-    """The constant that a tensor of an ONNX graph is, however it is stored; None if it is computed of the images.
+    """Return the constant behind a tensor of an ONNX graph, however it is stored, or None if it depends on the images.
 
     Args:
         tensor: its name.
@@ -85,7 +85,7 @@ def constant_behind(
     return constants[tensor]
 
 
-#: Of each weight, by a name of it: how many are zero, and how many there are.
+#: By a name of each weight: its zeros and its size.
 _Counts = dict[str, tuple[int, int]]
 
 
@@ -122,7 +122,7 @@ def _of_program(path: Path) -> _Counts:
 
 
 def _called(node: fx.Node) -> str:
-    """The name of the operator that a node calls; '' where it calls none."""
+    """Return the name of the operator that a node calls, or '' if it calls none."""
     schema = getattr(node.target, "_schema", None)
     return schema.name.partition("::")[2].lstrip("_") if schema is not None else ""
 
@@ -144,13 +144,13 @@ def _of_script(path: Path) -> _Counts:
 
 
 def unpacked(packed: torch.ScriptObject) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of a layer that was packed for torch's int8 kernels."""
+    """Return weight and bias of a layer that was packed for torch's int8 kernels."""
     weight, bias = getattr(torch.ops.quantized, f"{packed_kind(packed)}_unpack")(packed)
     return weight, bias
 
 
 def packed_kind(packed: torch.ScriptObject) -> str:
-    """What the operators of packed weights are called after: linear, conv2d or conv3d (conv1d's are conv2d's)."""
+    """Return the prefix of a packed weight's operators: linear, conv2d or conv3d (conv1d uses conv2d's)."""
     name = str(packed._type()).rpartition(".")[2]
     return name.removesuffix("PackedParamsBase").lower()
 

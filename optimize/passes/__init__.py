@@ -1,4 +1,4 @@
-"""The passes, one file each; `base` holds what they have in common.
+"""The passes, one file each. `base` has their interface.
 
 In: an artifact and a typed config. Does: one transformation. Out: the files of a new artifact.
 """

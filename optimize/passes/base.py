@@ -1,6 +1,7 @@
-"""What a pass is: a typed config, what it takes and gives, and one function. And the registry of them.
+"""The interface of a pass, and the registry of passes.
 
-A pass is one file of this package; importing the package finds it, so adding one means adding a file.
+A pass has a typed config, the kinds of artifact that it takes and makes, and one function. Each pass is one file of
+this package. Importing the package finds it, so adding a pass means adding a file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from serve.runtime.registry import Registry, defined_at
 C = TypeVar("C", bound=Config)
 
 
-#: A network that is trained, and what nodes of the one that users know are called in it.
+#: A network for training, and the names that it has for nodes of the parent's graph.
 Learner = tuple[nn.Module, Mapping[str, str]]
 
 
@@ -34,29 +35,30 @@ class Pass(Generic[C]):
     """One registered pass.
 
     Attributes:
-        name: the word for it in recipes, on the command line, in folders and in reports.
+        name: its name in recipes, on the command line, in folders and in reports.
         summary: one line for listings.
         config: the type of its settings.
-        accepts: kinds of artifact that it can follow.
-        yields: the kind that it makes.
-        apply: writes the result into a folder and says what it is.
-        data: what it reads of the data, for its cache key: nothing, a few images, or all for training.
-        libraries: distributions whose versions its result depends on, whatever its settings.
-        more_libraries: those that it calls besides, given its settings.
-        reads_device: whether what it makes, or whether it makes anything, depends on the run's device. Where it
-            only computes on the device, it does not.
-        rebuild: for passes that yield a module: from the parent's eager module and an example input to a
-            module of this one's structure, into which its weights are then loaded.
-        resize: instead, where only the pass could find that structure out: from these and what the product says of it.
-        timed: the executions that it times networks with, given its settings: its result then depends on the machine,
-            which is in its key. What was measured is not, nor its noise: it is measured once, and the answer kept.
-        leaves_zeros: whether zeros among the weights that it leaves are meant: whatever trains what descends from it
-            keeps them; see `zeros_are_meant`.
-        learner: for passes that train another graph than the parent's: that graph, and what those of the parent's nodes
-            are called in it whose values it has. It is given the parent's eager module, the config, what builds the
-            model as `check` is given it, and an example input.
-        check: refuses a config that does not fit the model, with a `UserError`, before anything is made. It is given
-            a function that builds the model, with random weights.
+        accepts: the kinds of artifact that it can follow.
+        yields: the kind of artifact that it makes.
+        apply: writes the result into a folder and describes it.
+        data: the part of the data that it reads, for its cache key: a few images, calibration images, or all for
+            training.
+        libraries: distributions whose versions its result depends on, with any settings.
+        more_libraries: further distributions that it calls with the given settings.
+        reads_device: whether its result, or whether it can run at all, depends on the run's device. Mere computing on
+            the device does not count.
+        rebuild: for passes that yield a module. It takes the parent's eager module and an example input, and returns a
+            module of the result's structure. The weights are then loaded into it.
+        resize: replaces ``rebuild`` if only the pass could find out that structure. It also takes the product's
+            description of the structure.
+        timed: the executions with which it times networks, given its settings. Its result then depends on the machine,
+            which becomes part of its key. The measured times do not: they are measured once, and the result is kept.
+        leaves_zeros: whether its zero weights are intended. Every later training keeps them. See `zeros_are_meant`.
+        learner: for passes that train another graph than the parent's. It takes the parent's eager module, the config,
+            the function that builds the model (as ``check`` does) and an example input. It returns that graph, with the
+            names of those nodes whose values the parent's graph also has.
+        check: refuses a config that does not fit the model, with a `UserError`, before any work. It takes a function
+            that builds the model with random weights.
     """
 
     name: str
@@ -77,21 +79,21 @@ class Pass(Generic[C]):
     check: Callable[[Callable[[], nn.Module], C], None] | None = None
 
     def refuses(self, kind: Kind) -> str | None:
-        """Why this pass cannot follow an artifact of ``kind``; None if it can."""
+        """Return why this pass cannot follow an artifact of ``kind``, or None if it can."""
         if kind in self.accepts:
             return None
         accepted = " or ".join(KIND_NAMES[accepted] for accepted in sorted(self.accepts))
         return f"{self.name} takes {accepted}, not {KIND_NAMES[kind]}"
 
     def rebuilt(self, module: nn.Module, example: torch.Tensor, structure: Mapping[str, Any]) -> nn.Module:
-        """A module of the structure that this pass gave to an artifact, from its parent's; with any weights."""
+        """Return a module with the structure that this pass gives to a parent's module. Its weights are arbitrary."""
         if self.resize is not None:
             return self.resize(module, example, structure)
         assert self.rebuild is not None
         return self.rebuild(module, example)
 
     def source_digest(self) -> str:
-        """SHA-256 of the pass's code and all that it refers to: changed code takes no old result from the cache."""
+        """Return the SHA-256 of the pass's code and all that it refers to. Changed code thus reuses no old result."""
         makers = (self.config, self.apply, self.rebuild, self.resize, self.learner)
         return live_digest(*makers, home=self.config.__module__)
 
@@ -100,13 +102,12 @@ _REGISTRY: Registry[Pass[Any]] = Registry("pass", package="optimize.passes", gro
 
 
 def register(entry: Pass[C]) -> Pass[C]:
-    """Add a pass to the registry; its name and its config type must be new, and it must be complete.
+    """Add a pass to the registry. It must be complete, and its name and config type must be new.
 
-    One that is defined again, by a notebook's cell that is run again, takes the place of what it was.
+    A pass that is defined again replaces the old one, for example when a notebook cell runs again.
 
     Raises:
-        ValueError: the name or the config's type is taken, or a pass that yields modules does not say how they
-            are rebuilt.
+        ValueError: the name or the config type is taken, or a pass that yields modules does not say how to rebuild one.
     """
     if any(entry.config is other.config for other in _REGISTRY.registered()):
         raise ValueError(f"a pass with config {entry.config.__name__} is registered already")
@@ -116,37 +117,37 @@ def register(entry: Pass[C]) -> Pass[C]:
 
 
 def passes() -> dict[str, Pass[Any]]:
-    """All passes by name."""
+    """Return all passes by name."""
     return _REGISTRY.all()
 
 
 def find_pass(name: str) -> Pass[Any]:
-    """The pass called ``name``.
+    """Return the pass called ``name``.
 
     Raises:
-        UserError: there is none; the message names the nearest and lists all.
+        UserError: there is none. The message names the nearest and lists all.
     """
     return _REGISTRY.find(name)
 
 
 def zeros_are_meant(artifact: Artifact) -> bool:
-    """Whether a pass in an artifact's lineage has set weights to zero, so that a training must leave them so."""
+    """Tell whether a pass in an artifact's lineage set weights to zero on purpose, so that training must keep them."""
     known = passes()
     made_by = (known.get(ancestor.operation) for ancestor in artifact.card.lineage)
     return any(entry is not None and entry.leaves_zeros for entry in made_by)
 
 
 def gradients_lost(artifact: Artifact, module: nn.Module, example: torch.Tensor) -> tuple[str, ...]:
-    """A note of functions whose gradient of their own a training of ``module``, which comes of an artifact, has not.
+    """Return a note on custom gradients of an artifact's original network that a training of ``module`` loses.
 
-    A network that was never traced is trained as it is written.
+    A network that was never traced is trained as it is, and loses none.
     """
     written = next(artifact.line()).module
     return lost_gradients(written(), example) if isinstance(module, fx.GraphModule) else ()
 
 
 def pass_of(config: Config) -> Pass[Any]:
-    """The pass that a config belongs to."""
+    """Return the pass that a config belongs to."""
     kind = type(config)
     for entry in passes().values():
         if kind is entry.config:

@@ -1,6 +1,6 @@
-"""``dynamic``: int8 weights of linear and recurrent layers, activations quantized on the fly (torch.ao).
+"""``dynamic``: int8 weights of linear and recurrent layers, with activations quantized at run time (torch.ao).
 
-Convolutions stay in float, so on a convolutional network it changes little more than the head.
+Convolutions stay in float. On a convolutional network it changes little more than the head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.model_files.script_file import load_script
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
-# How they are made, beside their sizes and biases.
+# Their constructor arguments, beside sizes and biases.
 _WORDS = ("num_layers", "batch_first", "dropout", "bidirectional", "proj_size", "nonlinearity")
 
 
@@ -36,10 +36,10 @@ class Dynamic(Gate):
 
 
 def _called_layers(module: nn.Module, example: torch.Tensor) -> list[str]:
-    """Names of the linear and recurrent layers that ``module`` calls, in its order.
+    """Return the names of the linear and recurrent layers that ``module`` calls, in its order.
 
-    Left out are those whose weight it reads instead, as Swin's attention and `nn.MultiheadAttention` do:
-    that of a quantized layer is packed, and torch fails on it.
+    Layers whose weight is read instead are left out, as in Swin's attention and `nn.MultiheadAttention`. The weight of
+    a quantized layer is packed, and torch fails on it.
     """
     called: set[nn.Module] = set()
     # The exact type: a subclass such as torch's NonDynamicallyQuantizableLinear has its reasons.
@@ -53,7 +53,10 @@ def _called_layers(module: nn.Module, example: torch.Tensor) -> list[str]:
 
 
 def _give_biases(module: nn.Module, names: list[str]) -> None:
-    """Give recurrent layers without biases some of 0, in place: torch.ao (2.11 to 2.14) asserts that they have them."""
+    """Give recurrent layers without biases zero biases, in place.
+
+    torch.ao (2.11 to 2.14) asserts that they have some.
+    """
     for name in names:
         layer = module.get_submodule(name)
         if not isinstance(layer, _RECURRENT) or layer.bias:
@@ -81,7 +84,7 @@ def _apply(parent: Artifact, config: Dynamic, context: Context, folder: Path) ->
     file = write_script(quantized, context.example(), folder)
     images = context.example(IMAGES)
     with torch.no_grad():
-        # From its file, as it is served; the parent anew, for quantizing has taken this one's layers out.
+        # From its file, as it is served. The parent is loaded again, because quantizing removed layers from this one.
         found = load_script(folder / file, torch.device("cpu"))(images)
         note = check_answers(parent.module()(images), found, config, "int8 linear layers against float arithmetic")
     return Product(
@@ -89,7 +92,7 @@ def _apply(parent: Artifact, config: Dynamic, context: Context, folder: Path) ->
         "torchscript",
         precision="int8 linear layers",
         device="cpu",
-        # torch quantizes what these layers take to 7 bits wherever they run (`reduce_range`, 2.11 to 2.14).
+        # Torch quantizes the inputs of these layers to 7 bits on any machine (`reduce_range`, 2.11 to 2.14).
         target=ANY_X86,
         notes=(f"{len(names)} layers quantized: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}", note),
     )

@@ -1,6 +1,6 @@
-"""``equalize``: neighbouring layers' channels scaled to like ranges, so that one scale a tensor fits all of them.
+"""``equalize``: scales channels of neighbouring layers to similar ranges, so that one scale per tensor fits them all.
 
-It computes what its parent does; it helps what comes after it, ``ptq``. Norms must be folded first (``fuse``).
+The result computes the same as its parent, and helps a later ``ptq``. Norms must be folded first (``fuse``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Equalize(Config):
 
 
 def _bounded(module: nn.Module, example: torch.Tensor | None = None) -> tuple[fx.GraphModule, list[Pair]]:
-    """The module traced, its pairs, and their ReLU6 with bounds of their own."""
+    """Return the traced module and its pairs of layers. Their ReLU6 get bounds of their own."""
     traced = trace(module, example)
     found = bound_channels(traced, pairs(traced))
     return traced.eval(), found

@@ -1,7 +1,7 @@
-"""``expand``: plain 3x3 convolutions with parallel branches beside them, to train with; ``merge`` folds them again.
+"""``expand``: adds parallel branches to plain 3x3 convolutions for training. ``merge`` folds them again.
 
-It computes what its parent does: the norm of each new branch begins with a weight of 0 (as the last norm of a residual
-branch does in Goyal et al. 2017, arXiv:1706.02677, section 5.1), which training moves.
+The result computes the same as its parent. The norm of each new branch starts with a weight of 0, as the last norm of a
+residual branch does in Goyal et al. 2017, arXiv:1706.02677, section 5.1. Training moves it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Expand(Config):
 
 
 def expand_module(module: nn.Module, branches: Kind, example: torch.Tensor | None = None) -> tuple[fx.GraphModule, int]:
-    """The module traced, with branches beside its 3x3 convolutions; and how many convolutions have some.
+    """Return the traced module with branches beside its 3x3 convolutions, and the number of those convolutions.
 
-    New layers are called as the convolution is, with ``_1x1``, ``_1x3`` or ``_3x1`` behind, their norms with ``_norm``
-    behind that, and the norm alone ``_identity``; with a number where the network has such a layer. Convolutions that
-    have branches already get none, nor do those that are called twice.
+    New layers are named after the convolution, with ``_1x1``, ``_1x3`` or ``_3x1`` appended. Their norms add ``_norm``.
+    A norm alone adds ``_identity``. A number follows if the name is taken. Convolutions that have branches already get
+    none. Neither do those that are called twice.
     """
     traced = trace(module, example)
     parallel = {branch.convolution for block in blocks(traced) for branch in block.branches}
@@ -76,7 +76,7 @@ def expand_module(module: nn.Module, branches: Kind, example: torch.Tensor | Non
 def _put_beside(
     module: fx.GraphModule, node: fx.Node, layer: nn.Conv2d, branches: Kind, called: Mapping[int, int]
 ) -> None:
-    """Add branches of what a convolution reads to what it, or its norm, gives."""
+    """Add branches from the input of a convolution to its output, or to the output of its norm."""
     name, given = str(node.target), node.all_input_nodes[0]
     end = _norm_behind(module, node, called)
     users, total = list(end.users), end
@@ -100,7 +100,7 @@ def _put_beside(
 
 
 def _plain(module: fx.GraphModule, node: fx.Node, called: Mapping[int, int]) -> nn.Conv2d | None:
-    """The layer that a node calls, if it is a 3x3 convolution with a border of one zero, called here alone."""
+    """Return the layer of a node if it is a 3x3 convolution with a border of one zero that is called once."""
     if node.op != "call_module":
         return None
     layer = module.get_submodule(str(node.target))

@@ -1,7 +1,7 @@
-"""``fine-tune``: a float module, trained on with its own architecture.
+"""``fine-tune``: trains a float module further, with its own architecture.
 
-It brings a checkpoint to other images than it was trained on, and is the control of what trains with less than float:
-the same epochs, at the same rate, with nothing quantized or removed.
+It adapts a checkpoint to other images than it was trained on. It is also the control for passes that train with less
+than float: the same epochs at the same rate, with nothing quantized or removed.
 """
 
 from __future__ import annotations

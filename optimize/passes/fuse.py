@@ -1,6 +1,6 @@
 """``fuse``: fold batch norms into the convolution or linear layer before them, and remove dropout.
 
-Not for training: the result computes what the parent computes in eval mode, and only that.
+The result is not for training: it computes what the parent computes in eval mode, and only that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``half``: weights and arithmetic in 16 bits, FP16 for CUDA or bfloat16 where the hardware has it.
 
-The artifact is labelled by what it really is. An FP16 program is built on any machine and runs on
-CUDA only: CPUs without FP16 arithmetic would convert back and forth and be slower than FP32.
+The artifact names its real precision. An FP16 program can be built on any machine, but runs on CUDA only. CPUs without
+FP16 arithmetic would convert back and forth and be slower than FP32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from optimize.quantization.rewrites.computed_weights import store_weights
 from optimize.store.artifact import Artifact, Product
 from serve.common.config import Config
 
-#: Training images whose answers must be finite.
+#: Number of training images whose answers must be finite.
 _IMAGES = 8
 
 

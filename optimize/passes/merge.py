@@ -1,6 +1,6 @@
-"""``merge``: parallel convolutions of one tensor, as RepVGG's and ACNet's blocks have them, folded into one.
+"""``merge``: folds parallel convolutions of one tensor, as in RepVGG's and ACNet's blocks, into one convolution.
 
-It computes what its parent does, in eval mode, with fewer layers; see `optimize.tracing.branches`.
+The result computes the same as its parent in eval mode, with fewer layers. See `optimize.tracing.branches`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Merge(Config):
 
 
 def merge_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
-    """The module traced, every block folded."""
+    """Return the traced module with every block folded."""
     return _merged(module, example)[0]
 
 
@@ -75,7 +75,10 @@ def _apply(parent: Artifact, config: Merge, context: Context, folder: Path) -> P
 
 
 def _effects(name: str, alone: nn.Conv2d, whole: nn.Conv2d) -> tuple[Effect, Effect]:
-    """What int8 suffers from: with one scale a tensor unlike channels, with a scale for each the first, peaked ones."""
+    """Return two figures that show how int8 suffers from a merge.
+
+    With one scale per tensor, different channels hurt. With one scale per channel, peaked channels hurt.
+    """
     return (
         Effect(name, FIGURE, before=spread(alone), after=spread(whole)),
         Effect(name, PEAKED, before=peaked(alone), after=peaked(whole)),
@@ -83,10 +86,10 @@ def _effects(name: str, alone: nn.Conv2d, whole: nn.Conv2d) -> tuple[Effect, Eff
 
 
 def peaked(layer: nn.Conv2d) -> float:
-    """A channel's largest weight over the root mean square of its weights, in the channel where that is most.
+    """Return the largest ratio of a channel's largest weight to the root mean square of its weights.
 
-    A scale for each channel is as long as the largest weight: what the others have of its 127 steps is the inverse. Of
-    n weights it is at most sqrt(n).
+    With a scale for each channel, the largest weight sets the scale. The other weights use the inverse share of its 127
+    steps. The ratio of n weights is at most sqrt(n).
     """
     weight = layer.weight.detach().double().flatten(1)
     mean = weight.square().mean(1).sqrt()

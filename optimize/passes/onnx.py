@@ -1,4 +1,4 @@
-"""``onnx``: the float32 graph, with a dynamic batch, checked by ``onnx.checker`` and against its parent."""
+"""``onnx``: the float32 graph with a dynamic batch, checked by ``onnx.checker`` and against its parent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optimize.export.onnx_graph.write import check_against, export_onnx
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
 
-#: Training images that answers are compared on.
+#: Number of training images on which answers are compared.
 _IMAGES = 8
 
 

@@ -1,4 +1,4 @@
-"""``onnx-half``: an FP16 ONNX graph, for ONNX Runtime on CUDA; it takes pixels, FP32 or FP16 by choice."""
+"""``onnx-half``: an FP16 ONNX graph for ONNX Runtime on CUDA. It takes pixels, FP32 or FP16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from optimize.quantization.rewrites.computed_weights import store_weights
 from optimize.store.artifact import Artifact, Product
 from serve.common.config import Config
 
-#: Training images whose answers must be finite, and are compared.
+#: Number of training images whose answers must be finite, and are compared.
 _IMAGES = 8
 
 
@@ -64,7 +64,7 @@ class _FloatEnds(nn.Module):
 def _apply(parent: Artifact, config: OnnxHalf, context: Context, folder: Path) -> Product:
     module, example = parent.module(), context.example(_IMAGES)
     store_weights(module)
-    # ONNX Runtime's CPU provider computes FP16 graphs in FP32: what overflows on CUDA would not be seen below.
+    # ONNX Runtime's CPU provider computes FP16 graphs in FP32. The check below would miss an overflow on CUDA.
     check_half(module, torch.float16, example)
     half = copy.deepcopy(module).half()
     path = folder / "model.onnx"

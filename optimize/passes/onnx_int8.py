@@ -1,7 +1,7 @@
-"""``onnx-int8``: the QDQ graph of a ptq or qat artifact, with its integers, for the target that they were made for.
+"""``onnx-int8``: the QDQ graph of a ptq or qat artifact, with its integers, for their target.
 
-A graph for TensorRT cannot run where there is none: ONNX Runtime's CPU provider computes it literally, quantizers and
-float operators between, and stands in for its answers (never for its speed).
+A graph for TensorRT also runs without TensorRT. ONNX Runtime's CPU provider computes it literally, with all quantizers
+and with the float operators between them. That gives its answers, but says nothing about its speed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from serve.runtime.device.cpu_integers import TENSORRT
 from serve.runtime.engines.onnxruntime_tensorrt import PROFILE_ENDING, profile
 from serve.runtime.model_files.program_file import load_program
 
-#: Graph structure, scales and names: what a file needs beside its weights, however small the network.
+#: The size of graph structure, scales and names, which even the smallest network needs beside its weights.
 _STRUCTURE_BYTES = 256 << 10
 
 
@@ -109,7 +109,7 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
 
 
 def _write_for_engines(path: Path, target: Target, half: Sequence[str]) -> None:
-    """Have engines compute what the graph says, and the layers of these names in FP16, in place."""
+    """Rewrite the graph so that engines compute it exactly, with the named layers in FP16, in place."""
     model = onnx.load(str(path))
     changed = target.packed and WRITTEN_FOR_CPUS.run(model, None)
     if half:
@@ -119,7 +119,7 @@ def _write_for_engines(path: Path, target: Target, half: Sequence[str]) -> None:
 
 
 def _write_profile(path: Path, shape: Sequence[int]) -> None:
-    """Write beside a graph which batches it is to be compiled for, as the engine's usual buckets have them."""
+    """Write the batch sizes for which to compile the graph to a file beside it. They are the engine's usual buckets."""
     options = profile(INPUT, shape, DEFAULT_BUCKETS[-1], DEFAULT_BUCKETS[-1])
     shapes = {option.split("_")[2]: shapes for option, shapes in options.items()}
     document = {
@@ -130,7 +130,7 @@ def _write_profile(path: Path, shape: Sequence[int]) -> None:
 
 
 def _warned(summary: QdqSummary) -> tuple[str, ...]:
-    """A note of what the linter would have otherwise."""
+    """Return a note with the linter's warnings, if there are any."""
     if not summary.warnings:
         return ()
     counts = Counter(finding.rule for finding in summary.warnings)

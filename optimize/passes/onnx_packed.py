@@ -71,7 +71,7 @@ def _apply(parent: Artifact, config: OnnxPacked, context: Context, folder: Path)
             f"packed: weights are stored in fewer bits ({stored}: {packed.after} bytes, {packed.before} as int8), cast "
             f"to int8 when the file is loaded, and computed by int8 kernels, no faster than int8; {size / was:.2f} of "
             f"the file's bytes before, equal logits in ONNX Runtime",
-            *(note for note in parent.card.notes if not note.endswith(OF_FLOAT)),  # the size of the file that it was
+            *(note for note in parent.card.notes if not note.endswith(OF_FLOAT)),  # the size of the parent's file
         ),
     )
 

@@ -1,7 +1,7 @@
-"""``prune-channels``: channels really removed, with all that belongs to them, and what stays trained on.
+"""``prune-channels``: removes channels with all weights that belong to them, and trains the rest.
 
-The network that is left is smaller for every engine. What its shapes are is stored in the artifact's lineage, by which
-later passes trace the parent and give it these shapes.
+The remaining network is smaller for every engine. Its shapes are stored in the artifact's lineage. Later passes trace
+the parent and give it these shapes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from serve.runtime.errors import listed
 
 
 def _half(given: dict[str, Any]) -> float | None:
-    """Of the arithmetic, where no time is named."""
+    """Return the default share of the arithmetic: 0.5 if no time is given."""
     return 0.5 if given.get("latency") is None else None
 
 
@@ -95,7 +95,7 @@ class PruneChannels(Pruning):
 
 
 def _grouped(module: fx.GraphModule, example: torch.Tensor, config: PruneChannels, kept: frozenset[str]) -> Grouping:
-    """The channels of a traced module; ``kept`` are names of modules whose outputs stay."""
+    """Return the groups of channels of a traced module. ``kept`` names modules whose outputs stay."""
 
     def gathered(without: Mapping[str, str]) -> Grouping:
         channels = channels_of(module, example)
@@ -115,12 +115,12 @@ def _grouped(module: fx.GraphModule, example: torch.Tensor, config: PruneChannel
 
 
 class _Arithmetic:
-    """A budget of multiply-accumulates; `Race` is one of time.
+    """A budget of multiply-accumulates. `Race` is a budget of time.
 
     Args:
         module: the whole network, traced.
-        config: how much may stay.
-        example: ``(N, C, H, W)``.
+        config: says how much may stay.
+        example: an input ``(N, C, H, W)``.
     """
 
     notes: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class _Arithmetic:
         """See `Race.widest`."""
         assert self._config.macs is not None
         costs, most = Costs(grouping), self._full * self._config.macs**part
-        others = total_macs(module, self._example) - costs.full  # of what has no channels that are followed
+        others = total_macs(module, self._example) - costs.full  # of layers whose channels are not followed
         stay = search(lambda kept: others + costs.macs(kept) <= most)
         if stay is None:
             config, rounding = self._config, _rounding(self._config)
@@ -153,18 +153,18 @@ def _rounding(config: PruneChannels) -> Rounding:
 def _gone(
     module: fx.GraphModule, grouping: Grouping, config: PruneChannels, context: Context, widest: Callable[..., Kept]
 ) -> set[int]:
-    """The units to remove; ``widest`` is a budget's, with how far the removal is to go."""
+    """Return the units to remove. ``widest`` is the method of a budget, with its share of the removal."""
     gradients = first_order(module, grouping, context, config.images) if config.criterion == "taylor" else None
     score = scores(module, grouping, config.criterion, gradients)
     going = functools.partial(removed, grouping, score)
-    # Arithmetic is counted in no time; each candidate for a time has to be built and run.
+    # Counting arithmetic is fast. For a time budget, each candidate has to be built and run.
     search = functools.partial(widths, grouping, score, _rounding(config), config.spread, fill=config.latency is None)
     return going(widest(module, grouping, going, search))
 
 
 def _apply(parent: Artifact, config: PruneChannels, context: Context, folder: Path) -> Product:
     example = context.example()
-    # As the model's own code names them: a traced module keeps the names, and not all classes.
+    # By the class names of the model's own code: a traced module keeps the layer names, but not all classes.
     kept = kept_by(next(parent.line()).module(), config) if config.keep else frozenset()
     keep_zeros = zeros_are_meant(parent)
     module = trace(parent.module(), example)
@@ -219,7 +219,7 @@ def _apply(parent: Artifact, config: PruneChannels, context: Context, folder: Pa
 
 
 def _changed(before: Channels, after: Channels) -> list[Effect]:
-    """Each layer's numbers of channels that are others than they were."""
+    """Return an effect for each layer whose number of channels changed."""
     return [
         Effect(name, f"{side} channels", float(len(was)), float(len(now)))
         for name, layer in before.layers.items()
@@ -232,7 +232,7 @@ def _changed(before: Channels, after: Channels) -> list[Effect]:
 
 
 def _require_same(module: nn.Module, whole: nn.Module, example: torch.Tensor, tolerance: float) -> None:
-    """Refuse a network that does not answer as the whole one in which nothing reads what was removed."""
+    """Refuse a smaller network that differs from the whole one in which nothing reads the removed channels."""
     try:
         with torch.no_grad():
             expected, actual = whole(example), module(example)
@@ -249,7 +249,7 @@ def _check(build: Callable[[], nn.Module], config: PruneChannels) -> None:
 
 
 def _left(grouping: Grouping) -> list[str]:
-    """Which layers keep all or some of their outputs, and why; a line for each reason."""
+    """Return a line for each reason for which layers keep some or all of their outputs."""
     layers = defaultdict(list)
     for name, reason in grouping.kept.items():
         layers[reason].append(name)

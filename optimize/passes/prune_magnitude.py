@@ -1,6 +1,6 @@
-"""``prune-magnitude``: the smallest weights are zero, wherever they stand; simulated.
+"""``prune-magnitude``: sets the smallest weights to zero, wherever they are; simulated.
 
-No engine here computes less for it: it shows what a network could do without, at 1.0 times the speed.
+No engine here computes less for it. It shows how many weights a network can do without, at 1.0 times the speed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""``prune-nm``: of every four input channels two have weight zero, which sparse tensor cores ask for; simulated.
+"""``prune-nm``: sets two of every four input channels' weights to zero, the pattern of sparse tensor cores; simulated.
 
-On a CPU it is 1.0 times as fast; on a GPU only wide layers could gain, in an engine that is built for it.
+On a CPU the network is 1.0 times as fast. On a GPU only wide layers could gain, in an engine that is built for it.
 """
 
 from __future__ import annotations

@@ -69,10 +69,10 @@ def _pt2e(load: Callable[[], nn.Module], config: Ptq, chosen: Chosen, example: t
 
 
 def check(build: Callable[[], nn.Module], config: Ptq) -> None:
-    """Refuse what this machine, the model or the front end does not have.
+    """Refuse a config that this machine, the model or the front end cannot run.
 
     Raises:
-        UserError: see `check_choices`; or ``front_end: pt2e`` with what it cannot do, or without torchao.
+        UserError: see `check_choices`. Or ``front_end: pt2e`` with an unsupported option, or without torchao.
     """
     check_choices(build, config)
     if config.front_end == "fx":

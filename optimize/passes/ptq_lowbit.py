@@ -1,4 +1,4 @@
-"""``ptq-lowbit``: post-training static quantization with fewer bits than 8, carried out by int8 kernels."""
+"""``ptq-lowbit``: post-training static quantization with fewer than 8 bits, run by int8 kernels."""
 
 from __future__ import annotations
 

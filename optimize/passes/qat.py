@@ -1,8 +1,8 @@
-"""``qat``: quantization-aware training to int8, torch.ao FX graph mode, from a float or fused module.
+"""``qat``: quantization-aware training to int8 from a float or fused module, with torch.ao's FX graph mode.
 
-The schedule is after Krishnamoorthi 2018 (arXiv:1806.08342, section 3.2): weights adapt while the ranges
-still move, then the ranges are frozen; batch norms can be frozen, too. Where no epoch is better on the
-held-out images, the network stays as it was calibrated.
+The schedule follows Krishnamoorthi 2018 (arXiv:1806.08342, section 3.2). Weights adapt while the ranges still move.
+Then the ranges are frozen, and batch norms can be frozen too. If no epoch is better on the held-out images, the network
+stays as it was calibrated.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Qat(TrainingConfig, Choices):
 def _prepared(
     module: nn.Module, config: Qat, chosen: Chosen, example: torch.Tensor
 ) -> tuple[fx.GraphModule, dict[str, str]]:
-    """The network as it is trained, and what the nodes of ``module`` are called in it."""
+    """Return the network for training, and the names that it has for the nodes of ``module``."""
     target = target_named(config.target)
     # Traced in eval mode and trained afterwards: see `trace`.
     traced = trace_calls(module, example, chosen.in_float).train()
@@ -127,14 +127,14 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
     ranges = activations(prepared)
 
     def set_mode(module: nn.Module, epoch: int, training: bool) -> None:
-        # Observers also run in eval mode: the held-out images must not move the ranges.
-        # Those of weights always follow: a weight's range is that of the weight.
+        # Observers also run in eval mode: the held-out images must not move the ranges. Those of weights always run,
+        # because a weight's range is the range of its current values.
         observe(ranges, training and epoch < config.freeze_observers_at)
         if training and epoch >= config.freeze_norms_at:
             module.apply(freeze_bn_stats)
             for layer in module.modules():
                 if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                    layer.eval()  # those that no convolution absorbed
+                    layer.eval()  # norms that no convolution absorbed
 
     zeros = zeros_are_meant(parent)
     result = train(prepared, context, config, set_mode=set_mode, from_start=True, keep_zeros=zeros, nodes=nodes)

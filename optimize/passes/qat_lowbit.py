@@ -1,8 +1,10 @@
-"""``qat-lowbit``: training with fewer bits than 8, carried out by int8 kernels; from a float module, or from more bits.
+"""``qat-lowbit``: training with fewer than 8 bits, run by int8 kernels.
 
-Weights and inputs of layers are rounded in training (`optimize.quantization.lowbit`); what stays int8 (shortcuts, sums,
-pools, the first and the last layer) is float in training and calibrated afterwards, on the network that was trained.
-The trained weights are kept in float beside the program: a later ``qat-lowbit`` of fewer bits starts from them.
+It starts from a float module or from more bits.
+
+Training rounds the weights and inputs of layers (`optimize.quantization.lowbit`). Shortcuts, sums, pools, and the first
+and the last layer stay int8. They are float in training and are calibrated on the trained network. The trained float
+weights are stored beside the program. A later ``qat-lowbit`` with fewer bits starts from them.
 """
 
 from __future__ import annotations
@@ -100,10 +102,12 @@ def _apply(parent: Artifact, config: QatLowbit, context: Context, folder: Path) 
 
 
 def _check(build: Callable[[], nn.Module], config: QatLowbit) -> None:
-    """As `check_choices`; and all but DoReFa's 7 bits keep to integers that any x86 CPU can sum (`WEIGHT_MAX`).
+    """Check the config as `check_choices` does, and that all x86 CPUs can sum the integers (`WEIGHT_MAX`).
+
+    Only DoReFa's 7 bits exceed them.
 
     Raises:
-        UserError: as there; or two products would not fit into 16 bits.
+        UserError: as `check_choices`, or the sum of two products would not fit into 16 bits.
     """
     check_choices(build, config)
     target = target_named(config.target)
@@ -116,7 +120,7 @@ def _check(build: Callable[[], nn.Module], config: QatLowbit) -> None:
 
 
 def _on_grids(settled: Quantized) -> fx.GraphModule:
-    """The network that was trained, with its weights rounded."""
+    """Return the trained network with its weights rounded."""
     module = copy.deepcopy(settled.module)
     for name, codes in settled.codes.items():
         module.get_submodule(name).weight.data = codes.value

@@ -1,7 +1,7 @@
-"""``reestimate``: the statistics of batch norms measured anew, on training images, for the weights as they are.
+"""``reestimate``: measures the statistics of batch norms again on training images, for the current weights.
 
-For weights that were changed after the norms saw them (averaged, rounded, pruned), and for a checkpoint whose images
-went through another preprocessing. Before ``fuse``, which folds the norms away.
+Use it for weights that changed after the norms saw them (averaged, rounded, pruned), and for a checkpoint whose images
+were preprocessed differently. It must run before ``fuse``, which folds the norms away.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Reestimate(Config):
 
 
 def reestimate(module: nn.Module, context: Context, images: int) -> tuple[list[Effect], int]:
-    """Give each norm the mean over batches of their means and variances, in place.
+    """Set each norm's statistics to the mean over batches of their means and variances, in place.
 
     Args:
-        module: in eval mode; only its norms are put into training mode, and back.
+        module: in eval mode. Only its norms are put into training mode, and back.
         context: data, preprocessing, device.
-        images: how many to look at, if there are as many.
+        images: number of images to use, if there are as many.
 
     Returns:
-        What changed, and how many images were looked at.
+        The changes, and the number of images used.
     """
     norms = {name: layer for name, layer in module.named_modules() if _counts(layer)}
     before = {name: _figures(norm) for name, norm in norms.items()}
@@ -49,7 +49,7 @@ def reestimate(module: nn.Module, context: Context, images: int) -> tuple[list[E
     module.to(context.device)
     for norm in norms.values():
         norm.reset_running_stats()
-        norm.momentum = None  # torch's word for the mean over all batches
+        norm.momentum = None  # in torch, None means the mean over all batches
         norm.train()
     batches, seen = context.calibration(images, batch_size=64), 0
     with torch.no_grad():

@@ -43,21 +43,22 @@ _NOTHING = "torch.ao.quantization found no layer that it can quantize in this mo
 def trace_calls(
     module: nn.Module, example: torch.Tensor, in_float: Callable[[str], bool] = lambda name: False
 ) -> fx.GraphModule:
-    """Trace a module for quantization: attention is written out, a layer that is called twice becomes two.
+    """Trace a module for quantization: attention is written out, and a layer that is called twice becomes two.
 
-    A mean over maps of one place becomes a flattening (see `flatten_places`), a sum with a number a method's call (see
-    `free_scalars`), and zeros that a network puts around images a convolution's padding (see `fold_padding`). What
-    layers share, each has for itself afterwards: a weight that is rounded, a sign that is turned or a bias that is
-    shifted for one of them would be so for the others. A weight that is computed (parametrised) is the one that it
-    comes to; on norms see `with_factors`.
+    A mean over 1 × 1 maps becomes a flatten (see `flatten_places`). A sum with a number becomes a method call (see
+    `free_scalars`). Zero padding becomes a convolution's padding (see `fold_padding`).
 
-    torch.ao (2.11 to 2.14) gives a shared layer the output scale of one of its calls for all of them; on attention see
+    Layers that shared a tensor get one each. A weight that is rounded, a sign that is turned or a bias that is shifted
+    for one layer must not change the others. A computed (parametrised) weight is stored as its value. On norms see
+    `with_factors`.
+
+    torch.ao (2.11 to 2.14) gives a shared layer the output scale of one of its calls for all of them. On attention see
     `write_out_attention`.
 
     Args:
-        module: what is traced, in eval mode.
-        example: ``float32 (N, C, H, W)``.
-        in_float: whether the module of this name is to stay in float.
+        module: the module to trace, in eval mode.
+        example: an input, ``float32 (N, C, H, W)``.
+        in_float: tells by a module's name whether it stays in float.
 
     Raises:
         PassError: as `trace`.
@@ -70,13 +71,13 @@ def trace_calls(
 
 
 def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tensor, target: Target) -> fx.GraphModule:
-    """Insert what watches tensors for quantization: into a module in training mode for QAT, else for calibration.
+    """Insert fake-quantize modules into a module in training mode (for QAT), and observers otherwise (for calibration).
 
     Args:
         module: see `trace_calls`.
         mapping: which layers are quantized, and how.
-        example: ``float32 (N, C, H, W)``.
-        target: whose kernels' patterns are looked for.
+        example: an input, ``float32 (N, C, H, W)``.
+        target: the target whose kernels' patterns are used.
     """
     # FX would trace into layers of foreign classes again, and fail.
     whole = PrepareCustomConfig().set_non_traceable_module_classes(
@@ -103,20 +104,21 @@ def choose(
     chosen: Chosen,
     override: Callable[[Observer], QConfig] | None = None,
 ) -> QConfigMapping:
-    """Write what was chosen for single layers of a traced module into the mapping.
+    """Write the choices for single layers of a traced module into the mapping.
 
     Args:
         module: see `trace_calls`.
-        mapping: what holds for the others.
-        chosen: layers in float, and those with an observer of their own.
-        override: how a layer with an observer of its own is prepared; None leaves it as the others.
+        mapping: the settings of all other layers.
+        chosen: layers in float, and layers with their own observer.
+        override: gives the settings of a layer with its own observer. None: such a layer is like the others.
     """
     for node in module.graph.nodes:
         if node.op != "call_module":
             continue
         name = str(node.target)
         observer = chosen.observer(name)
-        # What an operator's class needs (a known range, none at all) holds also where an observer is chosen.
+        # An operator class may need special settings, such as a known range or none at all. These hold even where an
+        # observer is chosen.
         special = type(module.get_submodule(name)) in mapping.object_type_qconfigs
         if chosen.in_float(name):
             mapping = mapping.set_module_name(name, None)
@@ -128,14 +130,15 @@ def choose(
 def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Target, folder: Path) -> Product:
     """Convert a calibrated or QAT-trained model and write it.
 
-    Writes the TorchScript program that is served, and ``reference.pt2``, the same integers as a graph
-    of explicit quantize and dequantize operators, which ``onnx-int8`` is lowered from. Of a target whose integers torch
-    has no kernels for, the second alone: it is the artifact, and computes what the integers mean in float arithmetic.
+    This writes the TorchScript program that is served, and ``reference.pt2``. The reference holds the same integers as
+    a graph of explicit quantize and dequantize operators, and ``onnx-int8`` is lowered from it. If torch has no kernels
+    for the target's integers, only the reference is written. It is then the artifact, and computes in float arithmetic
+    what the integers mean.
 
     Args:
-        prepared: the observed or fake-quantized model on the CPU, in eval mode; its weights' ranges are settled.
-        example: ``float32 (N, C, H, W)``, N >= 2.
-        target: what the model was prepared for.
+        prepared: the observed or fake-quantized model on the CPU, in eval mode. Its weights' ranges are settled.
+        example: an input, ``float32 (N, C, H, W)``, N >= 2.
+        target: the target that the model was prepared for.
         folder: where to write.
 
     Raises:
@@ -166,12 +169,12 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
 def packed_form(
     prepared: fx.GraphModule, example: torch.Tensor, target: Target
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Torch's packed program of a model whose ranges are settled, and its reference form, with the same integers.
+    """Return torch's packed program of a model with settled ranges, and its reference form with the same integers.
 
     Args:
         prepared: as for `write_quantized`; it is not changed.
-        example: ``float32 (N, C, H, W)``, N >= 2.
-        target: what the model was prepared for; it has packed kernels.
+        example: an input, ``float32 (N, C, H, W)``, N >= 2.
+        target: the target that the model was prepared for. It has packed kernels.
 
     Raises:
         NotApplicableError: torch.ao found nothing to quantize in this model.
@@ -187,14 +190,14 @@ def packed_form(
 
 
 def write_reference(form: fx.GraphModule, example: torch.Tensor, target: Target, folder: Path, why: str) -> Product:
-    """Write a reference form as the artifact itself, where there is no packed program.
+    """Write a reference form as the artifact itself, if there is no packed program.
 
     Args:
         form: see `optimize.quantization.lowering.qdq.explicit_form`.
-        example: ``float32 (N, C, H, W)``, N >= 2.
-        target: whose integers it has.
+        example: an input, ``float32 (N, C, H, W)``, N >= 2.
+        target: the target of its integers.
         folder: where to write.
-        why: there is no packed program, for the card.
+        why: the reason why there is no packed program, for the card.
 
     Raises:
         NotApplicableError: nothing in it is quantized.
@@ -218,7 +221,7 @@ def write_reference(form: fx.GraphModule, example: torch.Tensor, target: Target,
 
 
 def _left_in_float(converted: fx.GraphModule) -> Iterator[str]:
-    """A note of the layers with weights that no int8 kernel computes, if there are any."""
+    """Yield a note of the layers with weights that no int8 kernel computes, if there are any."""
     kinds = (_ConvNd, nn.Linear, nn.MultiheadAttention, _BatchNorm)
     functions = (functional.conv1d, functional.conv2d, functional.conv3d, functional.linear, functional.batch_norm)
     left = []
@@ -235,7 +238,7 @@ def _left_in_float(converted: fx.GraphModule) -> Iterator[str]:
 
 
 def quantized_layers(module: nn.Module) -> int:
-    """How many submodules of a converted model hold packed int8 weights."""
+    """Return the number of submodules of a converted model that hold packed int8 weights."""
     return sum(
         type(layer).__module__.startswith("torch.ao.nn")
         and callable(getattr(layer, "_weight_bias", None))

@@ -116,7 +116,7 @@ def _number(images: fx.Node) -> Any:
 
 
 def _as_program(module: fx.GraphModule, example: torch.Tensor) -> torch.export.ExportedProgram | None:
-    """Return the program of a graph; None if the value of a node cannot be computed for any number of images."""
+    """Return the program of a graph, or None if the value of a node cannot be computed for any number of images."""
     (images,), (output,) = (module.graph.find_nodes(op=op) for op in ("placeholder", "output"))
     mode = _mode(images)
     assert mode is not None

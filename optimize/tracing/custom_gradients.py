@@ -47,7 +47,7 @@ def _functions(answer: torch.Tensor) -> Iterator[Any]:
 
 
 def _of_graph(module: nn.Module, weights: Sequence[torch.Tensor], example: torch.Tensor) -> torch.Tensor | None:
-    """Return the `_gradients` of the graph, without custom gradients; None if torch has none."""
+    """Return the `_gradients` of the graph, without custom gradients, or None if torch has none."""
     graph = fx.GraphModule(module, graph_as_is(module, example))
     try:
         return _gradients(graph(example.clone()), weights)

@@ -27,7 +27,7 @@ def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     nor its weights read. A norm after a linear layer is folded only on ``(N, features)`` inputs, where both use the
     same axis. `BatchNorm1d` on ``(N, L, C)`` uses another one.
 
-    Zero padding becomes the padding of the convolution that reads it; see `optimize.tracing.zero_padding`.
+    Zero padding becomes the padding of the convolution that reads it. See `optimize.tracing.zero_padding`.
 
     `LEFT` of the module's ``meta`` names norms that were not folded because of a hook.
 

@@ -181,7 +181,7 @@ def as_plain_layers(graph_module: fx.GraphModule) -> None:
     """Write subclasses of torch's layers as torch's own where they compute the same in eval mode.
 
     Args:
-        graph_module: traced by `LayerTracer` in eval mode; changed in place. Its tensors stay unchanged.
+        graph_module: traced by `LayerTracer` in eval mode. Changed in place. Its tensors stay unchanged.
     """
     for node in list(graph_module.graph.nodes):
         if node.op == "call_module":
@@ -291,7 +291,7 @@ def _constant(graph_module: fx.GraphModule, argument: Any) -> Any:
 
 
 def as_convolution(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
-    """Return a functional convolution with constant weights as a layer; None if the function is no convolution.
+    """Return a functional convolution with constant weights as a layer, or None if the function is no convolution.
 
     Raises:
         NotConstantError: its weight depends on the images.

@@ -39,7 +39,7 @@ def note_value(node: fx.Node) -> None:
 
 
 def _kind_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype that a quantizer, a dequantizer or an integer clamp gives; None for other operators.
+    """Return the dtype that a quantizer, a dequantizer or an integer clamp gives, or None for other operators.
 
     These operators keep the shape. Torch decomposes them into up to a dozen operators and would compute the shape of
     each (2.14: 40 ms a clamp).

@@ -30,18 +30,18 @@ def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphMod
     """Symbolically trace a module in eval mode.
 
     ``example`` is an input ``(N, C, H, W)``. A forward that branches on sizes or computes with them is traced for the
-    sizes of the example, except the batch size; see `optimize.tracing.shape_tracer`. Without an example such a forward
+    sizes of the example, except the batch size. See `optimize.tracing.shape_tracer`. Without an example such a forward
     is refused.
 
     Eval mode matters. FX stores ``self.training`` in calls such as ``F.dropout(x, training=…)`` and torchvision's
     ``stochastic_depth``. Traced in training mode they would stay active for ever. With an example, a dropout whose
-    result is overwritten becomes a layer; see `optimize.tracing.needed_dropouts`.
+    result is overwritten becomes a layer. See `optimize.tracing.needed_dropouts`.
 
     A submodule whose forward cannot be traced stays one call, as long as there are other layers with weights. Autocast
     is removed. Both are reported in `LEFT` of the graph module's ``meta``.
 
     Inputs other than the images take their defaults. Subclasses of torch's layers become torch's own where they compute
-    the same; see `optimize.tracing.foreign_layers`.
+    the same. See `optimize.tracing.foreign_layers`.
 
     Raises:
         PassError: the forward cannot be traced, for example because it branches on tensor values.
@@ -115,7 +115,7 @@ def _weights_beside(module: nn.Module, kept: Iterable[str]) -> bool:
 
 @contextlib.contextmanager
 def without_autocast(left: dict[str, str] | None = None) -> Iterator[None]:
-    """Disable autocast within the block, and write a sentence to ``left`` if there was one; see `LEFT`.
+    """Disable autocast within the block, and write a sentence to ``left`` if there was one. See `LEFT`.
 
     A traced graph has no autocast. A module that stays one call would compute in another type than an ONNX engine does.
     """

@@ -122,7 +122,7 @@ def fold_padding(module: fx.GraphModule) -> int:
 
 
 def zeros_around(node: Any) -> tuple[int, ...] | None:
-    """Return the zeros that ``torch.nn.functional.pad`` puts on each side, last axis first; None for other nodes.
+    """Return the zeros that ``torch.nn.functional.pad`` puts on each side, last axis first, or None for other nodes.
 
     It is also None if the call crops, or if the amounts are computed.
     """
@@ -157,7 +157,7 @@ def of_places(sides: tuple[int, ...] | None, axes: int) -> tuple[tuple[int, int]
 
 
 def _even(sides: tuple[int, ...] | None, layer: Any) -> tuple[int, ...] | None:
-    """Return the padding that a convolution can do itself along each axis; None if it cannot."""
+    """Return the padding that a convolution can do itself along each axis, or None if it cannot."""
     ends = of_places(sides, len(layer.kernel_size))
     plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     if ends is None or not plain or any(before != behind for before, behind in ends):

@@ -1,4 +1,4 @@
-"""Programs as ONNX graphs, and what is rewritten on the way because the exporter or an engine gets it wrong.
+"""Writes programs as ONNX graphs, and rewrites what the exporter or an engine gets wrong.
 
 In: a float or quantized module and an example. Does: exports, rewrites, checks. Out: an ONNX file.
 """

@@ -1,8 +1,8 @@
-"""What torch's ONNX exporter need not decompose, which takes a third to three quarters of an export's time.
+"""Spares torch's ONNX exporter the decomposition of a program, which takes a third to three quarters of an export.
 
-``torch.onnx.export`` (2.11 to 2.14) has each program traced anew, with symbolic sizes, to decompose what it knows no
-translation of and to write out what happens in place. Of most networks that is their batch norms and activations, which
-are written here as the tracing would write them; a program in which something else is left is traced as ever.
+``torch.onnx.export`` (2.11 to 2.14) traces each program again with symbolic sizes. It does so to decompose operators
+without a translation and to remove in-place writes. In most networks these are batch norms and activations. Here they
+are written as the tracing would write them. A program with other such operators is traced as before.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _ATEN = torch.ops.aten
 _NORM = _ATEN._native_batch_norm_legit_no_training.default
-#: Composite operators whose answers lie in memory of their own. Of others their schema does not say it: a dropout in
-#: evaluation gives the very tensor that it is given.
+#: Composite operators that return new memory. The schemas of others do not say it: a dropout in eval mode returns its
+#: input itself.
 _NEW_MEMORY = frozenset(
     {
         *(_ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv2d.padding, _ATEN.conv3d.default),
@@ -34,13 +34,13 @@ _NEW_MEMORY = frozenset(
 )
 _RESHAPING = frozenset({_ATEN.flatten.using_ints, _ATEN.reshape.default, _ATEN.unflatten.int})
 _CONTIGUOUS: Final[dict[str, Any]] = {"memory_format": torch.contiguous_format}
-#: Of these, in evaluation, nothing is left.
+#: Operators that do nothing in eval mode.
 _DROPOUTS = frozenset({_ATEN.dropout.default, _ATEN.dropout_.default, _ATEN.feature_dropout.default})
 
 
 @contextlib.contextmanager
 def decomposed_where_needed() -> Iterator[None]:
-    """Let each ``torch.onnx.export`` of the block decompose a program only if it must; one thread at a time."""
+    """Let each ``torch.onnx.export`` in the block decompose a program only if it must. One thread at a time."""
     from torch.onnx._internal.exporter import _decomp, _fx_passes
 
     own = _fx_passes.decompose_with_registry
@@ -61,21 +61,21 @@ def decomposed_where_needed() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Way:
-    """How an operator is written as the tracing would: whether a call of it can be, and what does it, in place."""
+    """How to write an operator as the tracing would: a test of the call, and a function that rewrites it in place."""
 
     may: Callable[[fx.Node], bool]
     write: Callable[[fx.Node], None]
 
 
 def write_out(graph: fx.Graph, translated: Collection[Any]) -> bool:
-    """Write an exported program's graph as tracing it anew would write it, in place, or leave it as it is.
+    """Write an exported program's graph as a new trace would, in place, or leave it unchanged.
 
     Args:
-        graph: with what its nodes give in ``meta["val"]``, as `torch.export` notes it.
+        graph: with its nodes' values in ``meta["val"]``, as `torch.export` notes them.
         translated: the operators that the exporter translates.
 
     Returns:
-        Whether it was written; it is not where something in it must be traced.
+        Whether it was written. It is not if something in it must be traced.
     """
     if not all(_can_be_written(node, translated) for node in graph.nodes):
         return False
@@ -84,12 +84,12 @@ def write_out(graph: fx.Graph, translated: Collection[Any]) -> bool:
             way.write(node)
         elif _writes(node):
             node.target = _functional(node.target)
-    graph.eliminate_dead_code()  # sizes that were asked for
+    graph.eliminate_dead_code()  # sizes that nobody reads any more
     return True
 
 
 def _can_be_written(node: fx.Node, translated: Collection[Any]) -> bool:
-    """Whether the exporter translates a node as it is, or as `write_out` writes it if it does with all others."""
+    """Tell whether the exporter translates a node as it is, or as `write_out` writes it."""
     target = node.target
     if node.op != "call_function" or target is operator.getitem:
         return True
@@ -99,13 +99,13 @@ def _can_be_written(node: fx.Node, translated: Collection[Any]) -> bool:
         return way.may(node)
     if _writes(node):
         return _functional(target) in translated and _is_new(node.args[0])
-    # Of composite operators the tracing keeps those that are translated and give new tensors.
+    # The tracing keeps composite operators that have a translation and return new tensors.
     decomposed = isinstance(target, OpOverload) and _views(target) and target._can_decompose()
     return target in translated and not decomposed
 
 
 def _is_answer(node: fx.Node) -> bool:
-    """Whether the program gives what a node gives, by the node's name."""
+    """Tell whether the node is an output of the program, which refers to it by name."""
     return any(user.op == "output" for user in node.users)
 
 
@@ -115,7 +115,7 @@ def _drop(node: fx.Node) -> None:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    """Whether a node changes the type of what it is given, and asks for nothing else."""
+    """Tell whether a node only changes the dtype of its input."""
     given = node.args[0]
     assert isinstance(given, fx.Node)
     return len(node.args) == 2 and not node.kwargs and given.meta["val"].dtype != node.meta["val"].dtype
@@ -130,7 +130,7 @@ def _has_running_statistics(norm: fx.Node) -> bool:
 
 
 def _write_norm(node: fx.Node) -> None:
-    """Write a batch norm of running statistics as the operator that the exporter translates."""
+    """Write a batch norm with running statistics as the operator that the exporter translates."""
     tensors, (momentum, epsilon) = node.args[:5], node.args[6:8]
     given: list[Any] = [tensor.meta.get("val") if isinstance(tensor, fx.Node) else tensor for tensor in tensors]
     with node.graph.inserting_before(node):
@@ -143,7 +143,7 @@ def _write_norm(node: fx.Node) -> None:
 
 
 def _write_view(node: fx.Node) -> None:
-    """Write a change of shape as a view, of a copy where the memory has another order."""
+    """Write a change of shape as a view, and copy first if the memory has another order."""
     given, sizes = node.args[0], _sizes(node)
     assert isinstance(given, fx.Node)
     try:
@@ -157,7 +157,7 @@ def _write_view(node: fx.Node) -> None:
 
 
 def _sizes(node: fx.Node) -> list[int]:
-    """The shape that a node gives, with −1 for each size that depends on the batch."""
+    """Return the shape of a node, with −1 for each size that depends on the batch."""
     return [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
 
 
@@ -170,7 +170,7 @@ def _write_transpose(node: fx.Node) -> None:
 
 
 def _size_and_axis(chunk: fx.Node) -> tuple[Any, Any]:
-    """How much each part of a tensor but the last has, and along which axis."""
+    """Return the size of each part of a tensor but the last, and the axis."""
     axis: Any = chunk.args[2] if len(chunk.args) > 2 else 0
     return chunk.meta["val"][0].shape[axis], axis
 
@@ -188,7 +188,7 @@ def _views(target: OpOverload) -> bool:
 
 
 def _functional(target: Any) -> Any:
-    """What computes the same as an operator that writes into what it is given; None where torch has none."""
+    """Return the operator that computes the same as an in-place operator, or None if torch has none."""
     name: str = target._schema.name.split("::")[1]
     if target.namespace != "aten" or not name.endswith("_"):
         return None
@@ -200,13 +200,13 @@ def _functional(target: Any) -> Any:
 
 
 def _is_new(given: Any) -> bool:
-    """Whether one node alone reads a tensor, in memory of its own as far as nothing is written in place."""
+    """Tell whether a tensor has one reader and its own memory, if nothing is written in place."""
     if not isinstance(given, fx.Node) or len(given.users) != 1:
         return False
     if given.target is operator.getitem:
         given = given.args[0]
     if not isinstance(given, fx.Node) or not isinstance(given.target, OpOverload) or given.target in _DROPOUTS:
-        return False  # what a dropout gives is what it is given
+        return False  # a dropout returns its input
     if _writes(given):
         return True
     return not _views(given.target) and (given.target in _NEW_MEMORY or not given.target._can_decompose())

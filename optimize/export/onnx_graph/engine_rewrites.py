@@ -1,4 +1,4 @@
-"""Operators of an exported program that engines get wrong in what the exporter makes of them, written another way."""
+"""Rewrites operators of an exported program whose usual ONNX form engines get wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from optimize.tracing.node_values import are_alike, value_of
 
 #: Axes of attention: images, heads, places and channels.
 _RANK = 4
-#: What makes a tensor of the sizes that it is given: of a number, of a number and the type of another, of a tensor.
+#: Operators that create a tensor of given sizes: from a number, from a number with the dtype of a tensor, from a
+#: tensor.
 _FILLED, _NEW, _EXPANDED, _REPEATED = (
     tuple(getattr(torch.ops.aten, name).default for name in names.split())
     for names in ("full zeros ones", "new_full new_zeros new_ones", "expand expand_as broadcast_to", "repeat tile")
@@ -25,10 +26,10 @@ _CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 
 def write_out_circles(module: fx.GraphModule) -> None:
-    """Write a border of what lies on the other side as slices that are put together, in place.
+    """Write circular padding as a concatenation of slices, in place.
 
-    Of ONNX's ``Pad`` OpenVINO 2026.4.1 does not know the mode ``wrap``. A border below zero cuts off, and what is left
-    then has the other side.
+    OpenVINO 2026.4.1 does not know the mode ``wrap`` of ONNX's ``Pad``. Negative padding crops first, and the padding
+    is taken from the rest.
     """
     aten = torch.ops.aten
     for node in module.graph.nodes:
@@ -54,11 +55,11 @@ def write_out_circles(module: fx.GraphModule) -> None:
 
 
 def write_out_attention(module: fx.GraphModule) -> None:
-    """Write attention over more or fewer axes than images, heads, places and channels as one over those, in place.
+    """Write attention over more or fewer axes than images, heads, places and channels as attention over four, in place.
 
-    onnxscript (0.7.2) translates no other: NesT, which attends within the blocks of a map, has five. What lies before
-    the two last axes is attended over one by one, so that it may be put together in any way. One with a mask for each
-    of them is left as it is.
+    onnxscript (0.7.2) translates no other. NesT, which attends within the blocks of a map, has five axes. All axes
+    before the last two are independent, so they can be joined in any way. Attention with a mask for each of them stays
+    unchanged.
     """
     aten = torch.ops.aten
     for node in module.graph.nodes:
@@ -81,7 +82,7 @@ def write_out_attention(module: fx.GraphModule) -> None:
 
 
 def _of_another_rank(attention: fx.Node) -> bool:
-    """Whether queries, keys and values have the same axes but for the last two, and not four; sizes are numbers."""
+    """Tell whether queries, keys and values have equal leading axes with known sizes, and not four axes in all."""
     mask: Any = dict(enumerate(attention.args)).get(3, attention.kwargs.get("attn_mask"))
     parts: Any = attention.args[:3]
     shapes = [part.meta["val"].shape for part in parts]
@@ -89,15 +90,15 @@ def _of_another_rank(attention: fx.Node) -> bool:
         all(_are_numbers(shape[1:]) for shape in shapes)
         and len(shapes[0]) != _RANK
         and all(shape[:-2] == shapes[0][:-2] for shape in shapes)
-        and (mask is None or mask.meta["val"].ndim <= 2)  # of places alone
+        and (mask is None or mask.meta["val"].ndim <= 2)  # a mask over places only
     )
 
 
 def write_out_norms(module: fx.GraphModule) -> None:
-    """Write an instance norm that goes by statistics which it has learned as the batch norm that it is, in place.
+    """Write an instance norm that uses running statistics as a batch norm, in place.
 
-    torch (2.14) writes it as a batch norm over the channels of all images, with factors that are copied for as many as
-    the graph counts; see `write_out_copies`.
+    Torch (2.14) writes it as a batch norm over the channels of all images, with factors that are repeated for the
+    number of images. See `write_out_copies`.
     """
     aten = torch.ops.aten
     for node in module.graph.nodes:
@@ -107,7 +108,7 @@ def write_out_norms(module: fx.GraphModule) -> None:
 
 
 def write_out_slopes(module: fx.GraphModule) -> None:
-    """Write a ReLU whose slope was drawn in training as one of the mean slope, which it has now, in place.
+    """Write a ReLU with a random slope in training as one with the mean slope, which it has in eval mode, in place.
 
     The exporter (torch 2.11 to 2.14) has no translation.
     """
@@ -121,7 +122,7 @@ def write_out_slopes(module: fx.GraphModule) -> None:
 
 
 def write_out_bounds(module: fx.GraphModule) -> None:
-    """Write both bounds of what is cut off as floats where one is a float and the answers are, in place.
+    """Write both bounds of a float clamp as floats if one of them is a float, in place.
 
     The exporter (torch 2.14) finds no operator for an integer and a float: ``x.clamp(0, 6.0)``.
     """
@@ -135,9 +136,10 @@ def write_out_bounds(module: fx.GraphModule) -> None:
 
 
 def put_for(written: fx.Node, node: fx.Node) -> None:
-    """Have readers of a node read what was written before it, which says what it gives, as it is asked next.
+    """Replace a node by one that was written before it, and note the new node's value.
 
-    What a program answers it knows by the node's name, and the exporter (torch 2.11 to 2.14) looks for that.
+    A program knows its outputs by the node's name, and the exporter (torch 2.11 to 2.14) looks for it. So the new node
+    takes over the name of an output.
     """
     with node.meta["val"].fake_mode:
         value_of(written)
@@ -149,13 +151,14 @@ def put_for(written: fx.Node, node: fx.Node) -> None:
 
 
 def write_out_copies(program: ExportedProgram) -> None:
-    """Write what is the same for each image as a sum with a zero of each, in place: a class token, a map of zeros.
+    """Write tensors that are the same for each image as a sum with a zero of each image, in place.
 
-    The exporter makes an Expand of it, to a shape that the graph asks of the images. OpenVINO 2026.4.1 asks another
-    tensor that has as many, as the answer of the convolution that makes patches, and loses the bias of that convolution
-    where its answer is quantized: a ViT's int8 graph answered something else, and so did that of an EdgeNeXt, which
-    counts places in zeros of its own. The sum is exact. What is of each image already and copied along other axes,
-    as a norm that is divided by, keeps its first size without being told how many there are.
+    Examples are a class token and a map of zeros. The exporter writes an Expand to a shape that depends on the number
+    of images. OpenVINO 2026.4.1 reads that number from another tensor, such as the output of the convolution that makes
+    patches. It then loses the bias of that convolution if its output is quantized. The int8 graph of a ViT gave wrong
+    answers, and so did that of an EdgeNeXt, which counts places in its own zeros. The sum is exact. A tensor that
+    already has a part for each image, and is repeated along other axes, keeps its first size. An example is the norm in
+    a division.
     """
     module, aten = program.graph_module, torch.ops.aten
     (images,) = (node for node in module.graph.nodes if node.name in program.graph_signature.user_inputs)
@@ -182,13 +185,16 @@ def write_out_copies(program: ExportedProgram) -> None:
 
 
 def _axis_of_images(value: torch.Tensor, images: torch.Tensor) -> int | None:
-    """Which axis has a place for each image, where no other has as many as depends on how many those are."""
+    """Return the axis with one place for each image, if no other size depends on the batch."""
     axes = [axis for axis, size in enumerate(value.shape) if not isinstance(size, int)]
     return axes[0] if len(axes) == 1 and are_alike(value.shape[axes[0]], images.shape[0]) else None
 
 
 def _once(graph: fx.Graph, copies: fx.Node, axis: int) -> fx.Node | None:
-    """What is copied for each image along an axis, made for one; None: it is of several already."""
+    """Return the tensor for one image instead of repeated along an axis.
+
+    None: it has several places there already.
+    """
     sizes = _put_at(axis, 1, copies.meta["val"].shape)
     (given, *rest), target = copies.args, copies.target
     assert callable(target)
@@ -208,30 +214,30 @@ def _once(graph: fx.Graph, copies: fx.Node, axis: int) -> fx.Node | None:
 
 
 def _is_one(given: torch.Tensor, axis: int) -> bool:
-    """Whether a tensor has one place along an axis, counted from the last; those before its first have one."""
+    """Tell whether a tensor has one place along an axis, counted from the last. Missing leading axes have one place."""
     return -axis > given.ndim or given.shape[axis] == 1
 
 
 def _is_of_each(copies: fx.Node, axis: int) -> bool:
-    """Whether a part for each image is copied along other axes."""
+    """Tell whether a part for each image is repeated along other axes."""
     given: torch.Tensor = copies.args[0].meta["val"]  # type: ignore[union-attr]
     same_axes = given.ndim == copies.meta["val"].ndim
     return copies.target in _EXPANDED and same_axes and not isinstance(given.shape[axis], int)
 
 
 def _put_at(axis: int, size: int, sizes: Sequence[Any]) -> list[Any]:
-    """Sizes with another one at an axis."""
+    """Return sizes with one of them replaced."""
     return [*sizes[:axis], size, *sizes[axis + 1 :]]
 
 
 def _are_numbers(sizes: Sequence[Any]) -> bool:
-    """Whether no size depends on the images."""
+    """Tell whether no size depends on the images."""
     return all(isinstance(size, int) for size in sizes)
 
 
 def _zeros(graph: fx.Graph, images: fx.Node, sizes: list[int], dtype: torch.dtype) -> fx.Node:
-    """A 0 for each image, of sizes that are 1 but for the -1 of the images: the first number of each, times 0."""
-    # Of pixels only their cast, which graphs begin with, is asked: TensorRT takes nothing else of uint8.
+    """Return a 0 for each image: the first number of each image times 0. All sizes are 1, or -1 for the images."""
+    # Pixels are only read through the cast at the beginning of a graph: TensorRT supports nothing else on uint8.
     number: fx.Node = next((user for user in images.users if user.target in _CASTS), images)
     given: torch.Tensor = number.meta["val"]
     for axis in range(1, given.ndim):

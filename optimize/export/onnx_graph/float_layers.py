@@ -1,9 +1,10 @@
-"""Layers that an int8 graph leaves in float: written so that ONNX Runtime leaves them in float, too.
+"""Keeps float layers of an int8 graph in float in ONNX Runtime, too.
 
-Its optimizer ``WeightBiasQuantization`` (onnxruntime 22969, merged in January 2025; seen in 1.31) quantizes the float
-weight of a convolution or Gemm between a DequantizeLinear and a QuantizeLinear, with one scale for the whole tensor and
-without a word. It cannot be switched off, because it also writes the integer biases that every int8 kernel needs. It
-passes over layers whose input is dequantized with a scale for each channel: so that is what these get, all equal.
+Its optimizer ``WeightBiasQuantization`` (onnxruntime 22969, merged in January 2025; seen in 1.31) silently quantizes
+the float weight of a convolution or Gemm between a DequantizeLinear and a QuantizeLinear. It uses one scale for the
+whole tensor. It cannot be switched off, because it also writes the integer biases that every int8 kernel needs. It
+skips layers whose input is dequantized with a scale for each channel. So these layers get such an input, with equal
+scales.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 
 def keep_in_float(model: onnx.ModelProto) -> int:
-    """Give each layer with float weights an input that is dequantized channel by channel, in place; no number changes.
+    """Give each layer with float weights an input that is dequantized per channel, in place. No number changes.
 
     Args:
-        model: a graph with QuantizeLinear and DequantizeLinear, for CPUs. (TensorRT wants one scale for
-            activations; its provider runs without that optimizer.)
+        model: a graph with QuantizeLinear and DequantizeLinear, for CPUs. TensorRT needs one scale for activations. Its
+            provider runs without that optimizer.
 
     Returns:
-        How many layers got one.
+        The number of layers that got such an input.
     """
     graph = model.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
@@ -55,7 +56,7 @@ def keep_in_float(model: onnx.ModelProto) -> int:
 
 
 def _channels(node: onnx.NodeProto, constants: dict[str, TensorProto]) -> int | None:
-    """Channels of what a layer with float weights reads; None for other nodes."""
+    """Return the input channels of a layer with float weights, or None for other nodes."""
     if node.op_type not in ("Conv", "ConvTranspose", "Gemm") or node.input[1] not in constants:
         return None
     weight = constants[node.input[1]]

@@ -1,4 +1,4 @@
-"""Gradients that the exporter's tracing would prepare for, though nothing is trained."""
+"""Turns gradients off during an export. The exporter's tracing would prepare for them, though nothing is trained."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 
 @contextlib.contextmanager
 def nothing_learned(module: nn.Module) -> Iterator[None]:
-    """Have no parameter ask for a gradient within the block.
+    """Set ``requires_grad`` of all parameters to False within the block.
 
-    Of a mask that is learned (biases of places, as MaxViT's) torch's kernel for attention would have to give one,
-    and another kernel computes it, whose answer has other strides. The exporter (torch 2.14) traces that one, looks at
-    the first afterwards, where images come as pixels, and fails on the view behind it.
+    If a mask is learned (position biases, as MaxViT's), torch's kernel for attention would have to compute its
+    gradient. Another kernel runs instead, whose output has other strides. The exporter (torch 2.14) traces that kernel,
+    but later inspects the first one if images come as pixels. It then fails on the view behind it.
     """
     learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in learned:

@@ -1,8 +1,8 @@
-"""Single layers of an ONNX graph in FP16: their weights are stored so, and casts stand around their arithmetic.
+"""Puts single layers of an ONNX graph into FP16: their weights are stored in it, with casts around their arithmetic.
 
-CPU engines have no FP16 convolutions on x86: ONNX Runtime (1.31) casts back to FP32 and computes there, as OpenVINO
-(2026.4) does where it is told to keep to FP32, which it is here. Then only the file becomes smaller. An execution with
-FP16 kernels (CUDA, TensorRT) computes them in it.
+CPU engines have no FP16 convolutions on x86. ONNX Runtime (1.31) casts back to FP32 and computes there. So does
+OpenVINO (2026.4) when it is told to keep to FP32, as it is here. Then only the file becomes smaller. An execution with
+FP16 kernels (CUDA, TensorRT) computes these layers in FP16.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def halve_layers(model: onnx.ModelProto, layers: Collection[str]) -> int:
     """Store and compute some float layers of a graph in FP16, in place.
 
     Args:
-        model: as `export_onnx` wrote it: a weight's name has its layer's.
+        model: as `export_onnx` wrote it. The name of a weight contains its layer's name.
         layers: names of convolutions and linear layers whose weights are float in it.
 
     Returns:
-        How many bytes of weights were saved.
+        The number of bytes saved.
 
     Raises:
-        PassError: one of them is not there in float, or holds a number beyond FP16's largest, 65504.
+        PassError: one of them is missing or not in float, or has a number beyond FP16's largest, 65504.
     """
     graph = model.graph
     floats = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}

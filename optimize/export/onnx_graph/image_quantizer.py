@@ -1,10 +1,10 @@
-"""The quantizer of an image, behind its normalisation: written so that OpenVINO rounds as it says.
+"""Rewrites the quantizer behind an image's normalisation so that OpenVINO does not skip it.
 
-OpenVINO (2026.4.1, its pass ``EliminateFakeQuantize``) leaves a quantizer out that gives every pixel within half a step
-of itself: the first layer then reads the pixels, and every pixel that the quantizer would have rounded to the next
-integer is a step off. So it is where all channels are normalised alike and images use the whole range, such as a mean
-and a standard deviation of 0.5: 9 % of the first layer's integers of a small network were up to 3 steps off, and 2.5 %
-of its answers others. It looks for pixels behind one cast, and finds none behind two.
+OpenVINO (2026.4.1, its pass ``EliminateFakeQuantize``) removes a quantizer that maps every pixel to within half a step
+of itself. The first layer then reads the pixels. Every pixel that the quantizer would have rounded to the next integer
+is a step off. This happens where all channels are normalised alike and images use the whole range, such as with a mean
+and a standard deviation of 0.5. In a small network 9 % of the first layer's integers were up to 3 steps off, and 2.5 %
+of its answers differed. The pass recognises pixels behind one cast, but not behind two.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 _PIXELS = np.arange(256, dtype=np.float32)
-#: How far from a pixel its integer may be for OpenVINO to leave the quantizer out, and as much again: it compares with
+#: Largest distance of a pixel from its integer for OpenVINO to remove the quantizer, doubled. OpenVINO compares with
 #: its own roundings of scale and shift.
 _NEAR = 1.0
 
 
 def keep_rounding(model: onnx.ModelProto) -> bool:
-    """Cast the pixels of such a graph to int32 first, in place; no number changes.
+    """Cast the pixels of such a graph to int32 first, in place. No number changes.
 
     Args:
-        model: for CPUs; it normalises pixels as `optimize.export.onnx_graph.pixel_input.FromPixels` does.
+        model: for CPUs. It normalises pixels as `optimize.export.onnx_graph.pixel_input.FromPixels` does.
 
     Returns:
-        Whether it is one.
+        Whether the graph was changed.
     """
     graph = model.graph
     pixels = graph.input[0].name
@@ -45,12 +45,12 @@ def keep_rounding(model: onnx.ModelProto) -> bool:
 
 
 def cast_first(model: onnx.ModelProto) -> None:
-    """Let what asks for the shape of integer pixels ask for that of their floats, in place.
+    """Make nodes that read the shape of integer pixels read the shape of their float copy, in place.
 
-    TensorRT (10 and 11) only casts ``uint8``.
+    TensorRT (10 and 11) can only cast ``uint8``.
 
     Args:
-        model: any graph; one of floats stays as it is.
+        model: any graph. A graph with float input stays unchanged.
     """
     graph = model.graph
     pixels = graph.input[0].name
@@ -67,7 +67,7 @@ def cast_first(model: onnx.ModelProto) -> None:
 
 
 def _nearly_pixels(graph: onnx.GraphProto, cast: onnx.NodeProto, constants: dict[str, NDArray[np.generic]]) -> bool:
-    """Whether the quantizer's integers are nearly the pixels, but not all the same."""
+    """Tell whether the quantizer's integers are nearly the pixels, but not all equal to them."""
     read, chain = cast.output[0], []
     for kind in ("Mul", "Sub", "QuantizeLinear"):
         node = next((node for node in graph.node if node.op_type == kind and node.input[0] == read), None)

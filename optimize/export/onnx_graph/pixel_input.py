@@ -1,4 +1,4 @@
-"""A graph that takes pixels: the network behind the normalisation that the runtime would do before it."""
+"""A graph that takes pixels: the network behind the normalisation that the runtime would otherwise do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optimize.tracing.aten_program import is_program
 from serve.common.config import Config
 from serve.runtime.card.card import InputType, Preprocessing
 
-#: What a graph takes.
+#: The input of a graph.
 GraphInput = Literal["uint8", "float"]
 
 INPUT_TYPES: dict[GraphInput, InputType] = {"uint8": "uint8", "float": "float32"}
@@ -23,7 +23,7 @@ _ATEN = torch.ops.aten
 
 
 class TakesPixels(Config):
-    """The setting of the passes that write a graph: what it takes."""
+    """The setting of passes that write a graph: its input."""
 
     input: GraphInput = Field(
         default="uint8",
@@ -33,11 +33,11 @@ class TakesPixels(Config):
 
 
 class FromPixels(nn.Module):
-    """``uint8 (N, C, H, W)`` pixels to what ``module`` gives for them normalised.
+    """Maps ``uint8 (N, C, H, W)`` pixels to the output of ``module`` for the normalised pixels.
 
     The formula is that of ``serve.runtime.images.image_preprocessing.normalise``, with the same constants in float32,
-    so that both give equal bits. It stays in front of the first layer and is not folded into its weights: that layer's
-    padding is zero after the normalisation, where a folded one would be as if it were zero before it.
+    so that both give equal bits. It stays in front of the first layer and is not folded into its weights. The layer
+    pads with zeros after the normalisation. A folded layer would pad with zeros before it.
     """
 
     factor: torch.Tensor
@@ -53,13 +53,13 @@ class FromPixels(nn.Module):
         self.training = module.training  # eval() would reach an exported module, which has none
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Logits ``(N, classes)``."""
+        """Return the logits ``(N, classes)``."""
         logits: torch.Tensor = self.module(pixels.to(torch.float32) * self.factor - self.shift)
         return logits
 
 
 def entered(module: nn.Module, given: GraphInput, preprocessing: Preprocessing) -> nn.Module:
-    """``module``, which takes normalised float32, as a network that takes what the graph is to take."""
+    """Return ``module``, which takes normalised float32, as a network that takes the graph's input."""
     if given == "float":
         return module
     whole = FromPixels(module, preprocessing)
@@ -67,15 +67,15 @@ def entered(module: nn.Module, given: GraphInput, preprocessing: Preprocessing) 
 
 
 def _as_one_graph(whole: FromPixels, program: fx.GraphModule) -> fx.GraphModule:
-    """``whole``, whose module is a program, as a program: what it computes is written into a copy of the graph."""
+    """Return ``whole``, whose module is a program, as one program. Its steps are written into a copy of the graph."""
     (images,) = program.graph.find_nodes(op="placeholder")
     graph = fx.Graph()
     pixels = graph.placeholder("pixels")
-    pixels.meta.update(images.meta)  # which number is that of images; the type is that of an example
+    pixels.meta.update(images.meta)  # for the symbol of the batch size; the dtype comes from an example
     floats = graph.call_function(_ATEN.to.dtype, (pixels, torch.float32))
     scaled = graph.call_function(_ATEN.mul.Tensor, (floats, graph.get_attr("factor")))
     normalised = graph.call_function(_ATEN.sub.Tensor, (scaled, graph.get_attr("shift")))
-    # What looks at the images, whether they are float32, does not come along.
+    # The program's check that the images are float32 is left out.
     known = dict.fromkeys(program.graph.find_nodes(op="call_module"), normalised) | {images: normalised}
     answer = graph.graph_copy(program.graph, known)
     for tensor in program.graph.find_nodes(op="get_attr"):
@@ -86,5 +86,5 @@ def _as_one_graph(whole: FromPixels, program: fx.GraphModule) -> fx.GraphModule:
 
 
 def graph_input(context: Context, given: GraphInput, images: int) -> torch.Tensor:
-    """Training images ``(images, C, H, W)`` as the graph takes them."""
+    """Return training images ``(images, C, H, W)`` in the type that the graph takes."""
     return context.pixels(images) if given == "uint8" else context.example(images)

@@ -1,4 +1,4 @@
-"""Pools of an exported program that engines get wrong, or that the exporter does not know, written another way."""
+"""Rewrites pools of an exported program that engines get wrong or that the exporter does not know."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _ATEN = torch.ops.aten
 _AVERAGES, _MAXIMA = (
     tuple(getattr(_ATEN, f"{kind}_pool{axes}d").default for axes in (1, 2, 3)) for kind in ("avg", "max")
 )
-#: What is nowhere below zero.
+#: Operators whose output is never negative.
 _POSITIVE = (_ATEN.relu.default, _ATEN.relu_.default, _ATEN.sigmoid.default)
-#: Of an average's arguments, see `settings_of`.
+#: Defaults of an average pool's arguments, see `settings_of`.
 _POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0, 0], False, True, None)
 
 
 def write_out_means(module: fx.GraphModule) -> None:
-    """Write a pool of all places as the mean that it is, in place.
+    """Write a pool over a whole map as a mean, in place.
 
-    torch's own (2.14) decomposition gives the answer the layout of its input, by ``as_strided``, where that is
-    channels-last (behind a permute, as in ConvNeXt and Swin); the exporter makes a Gather of it, by indices that the
-    graph computes. OpenVINO 2026.4.1 answers something else behind such a Gather in an int8 graph.
+    Torch's own decomposition (2.14) gives the result the layout of the input by ``as_strided``, if that is
+    channels-last (behind a permute, as in ConvNeXt and Swin). The exporter turns it into a Gather with computed
+    indices. Behind such a Gather in an int8 graph, OpenVINO 2026.4.1 gives wrong results.
     """
     pool = torch.ops.aten.adaptive_avg_pool2d.default
     for node in module.graph.nodes:
@@ -37,11 +37,11 @@ def write_out_means(module: fx.GraphModule) -> None:
 
 
 def write_out_shares(module: fx.GraphModule) -> None:
-    """Write averages that divide by other numbers than those of places as ones that do not, times a share, in place.
+    """Write averages that do not divide by the number of places as plain averages times a factor, in place.
 
-    One that is divided by a number of its own: the exporter (torch 2.11 to 2.14) forgets that number. And one that
-    counts zeros around an image and may reach over its end, as sizes that are rounded up let it: between integers ONNX
-    Runtime (1.31) counts more, and is up to 33 steps off; OpenVINO 2026.4.1 does in float.
+    There are two cases. If the divisor is given explicitly, the exporter (torch 2.11 to 2.14) forgets it. The other
+    case is a pool that counts padding zeros and may reach beyond them, as rounded up sizes allow. There ONNX Runtime
+    (1.31) counts more places between integers, and is up to 33 steps off. OpenVINO 2026.4.1 does so in float.
     """
     for node in module.graph.nodes:
         if node.target is not _ATEN.avg_pool2d.default:
@@ -50,10 +50,10 @@ def write_out_shares(module: fx.GraphModule) -> None:
         if divisor is None and not (ceil and counted):
             continue
         if divisor is None and not any(padding):
-            node.args = (images, kernel, stride, padding, ceil, False)  # there are no zeros to count
+            node.args = (images, kernel, stride, padding, ceil, False)  # no zeros to count
             continue
         with module.graph.inserting_before(node):
-            value = images.meta["val"]  # of half floats shares are such, too, or the product would be none
+            value = images.meta["val"]  # factors have the dtype of the images, as a product needs it
             ones = module.graph.call_function(
                 _ATEN.full.default, ([1, 1, *value.shape[2:]], 1.0), {"dtype": value.dtype}
             )
@@ -69,26 +69,26 @@ def write_out_shares(module: fx.GraphModule) -> None:
 
 
 def settings_of(pool: fx.Node) -> tuple[Any, ...]:
-    """What an average is told: images, kernel, stride, padding, whether sizes are rounded up, zeros count; divisor."""
+    """Return an average pool's images, kernel, stride, padding, ceil mode, whether zeros count, and divisor."""
     given: tuple[Any, ...] = pool.args
     return (*given, *_POOL_DEFAULTS[len(given) :])
 
 
 def _counts(graph: fx.Graph, ones: fx.Node, pool: fx.Node) -> fx.Node:
-    """Which share of a pool's kernel lies within the image at each place, of ones: over borders that fill it up."""
+    """Return the share of a pool's kernel that lies within the image at each place, with borders that complete it."""
     images, kernel, stride, padding, *_ = settings_of(pool)
     borders: list[int] = []
     sizes, places = images.meta["val"].shape[-2:], pool.meta["val"].shape[-2:]
     for size, count, width, step, before in zip(sizes, places, kernel, stride or kernel, padding, strict=True):
-        borders = [before, (count - 1) * step + width - size - before, *borders]  # the last axis first
+        borders = [before, (count - 1) * step + width - size - before, *borders]  # last axis first
     filled = graph.call_function(torch.ops.aten.constant_pad_nd.default, (ones, borders, 0.0))
     return graph.call_function(torch.ops.aten.avg_pool2d.default, (filled, kernel, stride))
 
 
 def write_out_maxima(module: fx.GraphModule) -> None:
-    """Write maxima of so many places, where those of the images are no multiple, as ones of slices, in place.
+    """Write adaptive maxima whose output size does not divide the image as pools of slices, in place.
 
-    The exporter (torch 2.11 to 2.14) has no translation. Place ``i`` of ``n`` is the largest of those from
+    The exporter (torch 2.11 to 2.14) has no translation. Place ``i`` of ``n`` is the largest of the places from
     ``floor(i * size / n)`` to ``ceil((i + 1) * size / n)``, as in ATen's ``AdaptivePooling.h``.
     """
     aten = torch.ops.aten
@@ -99,7 +99,7 @@ def write_out_maxima(module: fx.GraphModule) -> None:
         sizes = given.meta["val"].shape[-2:]
         divides = all(size % count == 0 for size, count in zip(sizes, counts, strict=True))
         if divides or any(reader.args[1] != 0 for reader in readers):
-            continue  # one of patches, or one that says where they were found
+            continue  # a pool of equal patches, or one that returns indices
         with module.graph.inserting_before(node):
             for axis, size, count in zip((-2, -1), sizes, counts, strict=True):
                 ends = [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
@@ -107,7 +107,7 @@ def write_out_maxima(module: fx.GraphModule) -> None:
                 for low, high in ends:
                     part = module.graph.call_function(aten.slice.Tensor, (given, axis, low, high))
                     kernel = [high - low, 1] if axis == -2 else [1, high - low]
-                    # A pool: a maximum over an axis OpenVINO gets wrong (see
+                    # A pool, because OpenVINO gets a maximum over an axis wrong (see
                     # `optimize.quantization.lowering.openvino.extremes`).
                     parts.append(module.graph.call_function(aten.max_pool2d.default, (part, kernel)))
                 given = module.graph.call_function(aten.cat.default, (parts, axis))
@@ -118,11 +118,11 @@ def write_out_maxima(module: fx.GraphModule) -> None:
 
 
 def part_borders(module: fx.GraphModule) -> None:
-    """Put a maximum with the lowest float, which changes nothing, between zeros around an image and a pool, in place.
+    """Put a maximum with the lowest float, which changes nothing, between zero padding and a pool, in place.
 
-    ONNX Runtime (1.31, ``PadFusion``; 18136 of its pull requests) makes the zeros the pool's own border. That of a
-    maximum is of nothing: the largest of a zero and of numbers below it came out below zero. And no pool may have a
-    border as wide as its kernel: a graph with an average over single places at equal distances could not be opened.
+    ONNX Runtime (1.31, ``PadFusion``; its pull request 18136) turns the zeros into the pool's own padding. A max pool
+    ignores its own padding, so the largest of a zero and of negative numbers became negative. Also, no pool may have
+    padding as wide as its kernel. A graph with an average over single places at equal distances could not be opened.
     """
     for node in list(module.graph.nodes):
         if node.target not in (*_AVERAGES, *_MAXIMA) or not _changed_by_fusion(node):
@@ -141,13 +141,13 @@ def part_borders(module: fx.GraphModule) -> None:
 
 
 def _changed_by_fusion(pool: fx.Node) -> bool:
-    """Whether a pool reads zeros around an image, and would give something else, or nothing, with them as its own."""
+    """Tell whether a pool reads zero padding and would fail, or give another result, with it as its own padding."""
     border: Any = pool.args[0]
     value = border.meta["val"]
     if border.target not in (_ATEN.pad.default, _ATEN.constant_pad_nd.default) or not value.is_floating_point():
         return False
     given, sides, *filled = border.args
-    if any(filled[1:] if filled[:1] == ["constant"] else filled):  # by another mode, or another number
+    if any(filled[1:] if filled[:1] == ["constant"] else filled):  # another mode, or another value
         return False
     if pool.target in _MAXIMA and given.target not in _POSITIVE:
         return True

@@ -1,4 +1,4 @@
-"""What torch's exporter translates operators by, read once a process and not with each export."""
+"""Reads the operator translations of torch's exporter once per process instead of once per export."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def read_once() -> Iterator[None]:
-    """Let each ``torch.onnx.export`` of the block begin with a copy of the translations that the first one read.
+    """Let each ``torch.onnx.export`` in the block start with a copy of the translations that the first one read.
 
-    With every export torch (2.11 to 2.14) reads and parses the sources of onnxscript's library, some 500 functions:
-    half a second, of the eight tenths that a small network takes. What comes of it depends on the version of the
-    operators alone. One thread exports at a time.
+    With every export torch (2.11 to 2.14) reads and parses the sources of onnxscript's library, some 500 functions.
+    That takes half a second of the 0.8 s that a small network needs. The result depends only on the version of the
+    operators. One thread exports at a time.
     """
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
@@ -31,7 +31,7 @@ def read_once() -> Iterator[None]:
 
         def copied(**options: int) -> ONNXRegistry:
             registry = copy.copy(read(**options))
-            # The export's own: it may add to them.
+            # A copy for this export, which may add to it.
             registry.functions = {operator: list(found) for operator, found in registry.functions.items()}
             return registry
 

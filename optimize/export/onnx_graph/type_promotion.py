@@ -1,8 +1,9 @@
-"""Types that torch's ONNX exporter makes explicit, told by what is noted at nodes, where it would compute all of them.
+"""Makes torch's ONNX exporter promote types by the types noted at nodes, instead of computing all of them.
 
-``torch.onnx.export`` (2.11 to 2.14) writes casts, and tensors for numbers, where an operator would promote what it is
-given. To know the types it runs the whole program on tensors without data, which takes a tenth of an export; the clamps
-of an int8 graph, which it writes with tensors, another one. What each node gives is noted at it already.
+``torch.onnx.export`` (2.11 to 2.14) writes explicit casts, and tensors for numbers, where an operator would promote its
+inputs. To know the types it runs the whole program on tensors without data, which takes a tenth of an export. The
+clamps of an int8 graph, which it writes with tensors, take another tenth. The value of each node is noted at it
+already.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _CLAMP = torch.ops.aten.clamp.Tensor
 
 @contextlib.contextmanager
 def promoted_by_notes() -> Iterator[None]:
-    """Let each ``torch.onnx.export`` of the block promote types by what is noted; one thread at a time."""
+    """Let each ``torch.onnx.export`` in the block promote types by the noted values. One thread at a time."""
     from torch.onnx._internal.exporter import _fx_passes
 
     own = _fx_passes.insert_type_promotion_nodes
@@ -40,11 +41,11 @@ def promoted_by_notes() -> Iterator[None]:
 
 
 def _promote(graph_module: fx.GraphModule) -> None:
-    """Write a program's promotions into its graph, as torch's own pass does that runs it."""
+    """Write a program's promotions into its graph, as torch's own pass does by running it."""
     from torch.onnx._internal.fx.passes import type_promotion
 
     class Noted(type_promotion._TypePromotionInterpreter):
-        """Knows what nodes give; runs what it writes, but for a clamp, which gives what it gave by numbers."""
+        """Knows the values of nodes. It runs new nodes, except clamps, whose value stays as noted."""
 
         def _run_node_and_set_meta(self, node: fx.Node) -> Any:
             noted = node.meta.get("val")

@@ -1,7 +1,6 @@
-"""Operators of a program that torch's exporter (2.11 to 2.14) has no translation of, written as others that it has.
+"""Rewrites operators that torch's exporter (2.11 to 2.14) cannot translate as operators that it can.
 
-Of a quantile it has one, with copies for as many images as the graph counts; see
-`optimize.export.onnx_graph.engine_rewrites`.
+It can translate a quantile, but with copies for the number of images. See `optimize.export.onnx_graph.engine_rewrites`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _ATEN = torch.ops.aten
 
 
 def write_out_untranslated(module: fx.GraphModule) -> None:
-    """Write them out in place, where what is asked of them has as many places whatever the number of images."""
+    """Write these operators out in place, if their size along the axis does not depend on the batch."""
     for node in list(module.graph.nodes):
         if (write := _WAYS.get(node.target)) is not None:
             with module.graph.inserting_before(node):
@@ -30,14 +29,14 @@ def write_out_untranslated(module: fx.GraphModule) -> None:
 
 
 def _given(node: fx.Node) -> dict[str, Any]:
-    """A node's arguments by name, with their defaults."""
+    """Return a node's arguments by name, with their defaults."""
     arguments: Any = node.target._schema.arguments  # type: ignore[union-attr]
     said = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
     return {argument.name: argument.default_value for argument in arguments} | said
 
 
 def _write_hypotenuse(graph: fx.Graph, node: fx.Node) -> None:
-    """The larger side, times the root of 1 and the square of the share that the smaller is: no square overflows."""
+    """Write it as the larger side times the root of 1 plus the squared ratio of the sides. No square overflows."""
     sides = [graph.call_function(_ATEN.abs.default, (side,)) for side in node.args]
     larger, smaller = (graph.call_function(way.default, tuple(sides)) for way in (_ATEN.maximum, _ATEN.minimum))
     divisor = graph.call_function(_ATEN.clamp.default, (larger, torch.finfo(node.meta["val"].dtype).tiny))
@@ -48,7 +47,10 @@ def _write_hypotenuse(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _write_products(graph: fx.Graph, node: fx.Node) -> None:
-    """Each place times that before it, then that two before, four …: as many steps as the size has bits."""
+    """Multiply each place by the one before it, then by the one two before, four …
+
+    This takes one step for each bit of the size.
+    """
     given = _given(node)
     product, axis = given["self"], given["dim"]
     size = product.meta["val"].shape[axis]
@@ -67,19 +69,19 @@ def _write_products(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _write_smallest(graph: fx.Graph, node: fx.Node) -> None:
-    """The largest of the so many smallest; of an even number torch's median is the lower of the two in the middle."""
+    """Take the largest of the k smallest. With an even count torch's median is the lower of the two middle values."""
     given = _given(node)
     size = given["self"].meta["val"].shape[given["dim"]]
     readers = [reader for reader in node.users if reader.users]
     if not isinstance(size, int) or any(reader.args[1] != 0 for reader in readers):
-        return  # one that says where it was found, which of equal ones may be any
+        return  # it returns an index, and among equal values any may be meant
     found = _smallest(graph, given, given.get("k", (size + 1) // 2))
     for reader in readers:
         put_for(found, reader)
 
 
 def _smallest(graph: fx.Graph, given: dict[str, Any], count: int) -> fx.Node:
-    """The ``count``-th of what is given from below, along an axis that is kept or not."""
+    """Return the ``count``-th smallest value along an axis, which is kept or not."""
     axis = given["dim"]
     smallest = graph.call_function(_ATEN.topk.default, (given["self"], count, axis, False))
     values = graph.call_function(operator.getitem, (smallest, 0))
@@ -89,7 +91,7 @@ def _smallest(graph: fx.Graph, given: dict[str, Any], count: int) -> fx.Node:
 
 
 def _write_quantile(graph: fx.Graph, node: fx.Node) -> None:
-    """Between the two numbers that are next to it in order."""
+    """Interpolate between the two neighbouring values in sorted order."""
     given = _given(node)
     size = None if given["dim"] is None else given["self"].meta["val"].shape[given["dim"]]
     if not isinstance(size, int) or given["interpolation"] not in _BETWEEN:
@@ -101,7 +103,7 @@ def _write_quantile(graph: fx.Graph, node: fx.Node) -> None:
     put_for(graph.call_function(_ATEN.add.Tensor, (below, step)), node)
 
 
-#: How far a quantile is on the way from the number below it to that above it, by torch's words for it.
+#: Position of a quantile between the value below and the value above it, by torch's interpolation modes.
 _BETWEEN: Final[dict[str, Callable[[float], float]]] = {
     "linear": lambda share: share,
     "lower": lambda share: 0.0,

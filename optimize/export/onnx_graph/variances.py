@@ -1,7 +1,7 @@
-"""Variances and deviations of an exported program, written as the means that they are.
+"""Rewrites variances and standard deviations of an exported program as means.
 
-The exporter (torch 2.11 to 2.14) gives them, and the means that are asked for beside them, their axes of one place by
-an Expand to as many images as it counts, with which OpenVINO 2026.4.1 lost the bias of a quantized convolution; see
+The exporter (torch 2.11 to 2.14) restores their axes of size one, and those of the means returned beside them, by an
+Expand to the number of images. With it OpenVINO 2026.4.1 lost the bias of a quantized convolution; see
 `optimize.export.onnx_graph.engine_rewrites.write_out_copies`.
 """
 
@@ -16,7 +16,7 @@ from torch import fx
 from optimize.export.onnx_graph.engine_rewrites import put_for
 
 _ATEN = torch.ops.aten
-#: What is written so.
+#: The rewritten operators.
 DEVIATIONS = tuple(
     overload
     for name in ("var", "std", "var_mean", "std_mean")
@@ -45,7 +45,7 @@ def write_out_deviations(module: fx.GraphModule) -> None:
 
 
 def _written(node: fx.Node, name: str) -> tuple[fx.Node, fx.Node] | None:
-    """The variance or deviation, and the mean; None: of all axes, or of so many that depends on the images."""
+    """Return the variance or deviation, and the mean. None: it is over all axes, or its size depends on the batch."""
     assert isinstance(node.target, torch._ops.OpOverload)
     parameters = [argument.name for argument in node.target._schema.arguments]
     given: dict[str, Any] = {**dict(zip(parameters, node.args, strict=False)), **node.kwargs}

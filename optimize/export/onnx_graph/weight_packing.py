@@ -1,7 +1,7 @@
-"""Int8 weights of an ONNX graph stored in 4 or 2 bits where their integers fit, and cast to int8 when it is loaded.
+"""Stores int8 weights of an ONNX graph in 4 or 2 bits where their integers fit. They are cast to int8 on loading.
 
-``Cast(INT4 or INT2 → INT8)`` of a constant is computed once, by whoever loads the file; what is left is the graph that
-it was: the same integers, scales and kernels. ONNX has these types since opsets 21 and 25.
+The loader computes ``Cast(INT4 or INT2 → INT8)`` of a constant once. The result is the original graph: the same
+integers, scales and kernels. ONNX has these types since opsets 21 and 25.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from onnx import TensorProto, helper, numpy_helper, version_converter
 #: Smallest type that weights may be stored in.
 Smallest = Literal["int4", "int2"]
 
-#: Bits, type, and the opset and version of the file format that have it; the smallest first.
+#: Bits, type, and the opset and file format version that introduced it. The smallest type is first.
 _TYPES: Final = ((2, TensorProto.INT2, 25, 13), (4, TensorProto.INT4, 21, 10))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A graph whose weights are stored in as few bits as hold them.
+    """A graph whose weights are stored in as few bits as possible.
 
     Attributes:
         model: the graph.
-        weights: how many weights are stored in how many bits, 8 among them.
+        weights: number of weights by bits, 8 included.
         before: bytes of the weights as int8.
-        after: of the same as they are stored.
+        after: bytes of the weights as stored.
     """
 
     model: onnx.ModelProto
@@ -41,8 +41,8 @@ def pack_weights(model: onnx.ModelProto, smallest: Smallest = "int4") -> Packed:
     """Store each int8 weight behind a DequantizeLinear in the smallest type that holds its integers.
 
     Args:
-        model: with its initializers; it is not changed.
-        smallest: type that may be used.
+        model: with its initializers. It is not changed.
+        smallest: the smallest allowed type.
     """
     types = [kind for kind in _TYPES if kind[0] >= int(smallest.removeprefix("int"))]
     read = {node.input[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
@@ -75,14 +75,14 @@ def pack_weights(model: onnx.ModelProto, smallest: Smallest = "int4") -> Packed:
 
 
 def _fits(tensor: TensorProto, bits: int) -> bool:
-    """Whether all integers are in the range of so many bits, and there are any."""
+    """Tell whether all integers are in the range of a number of bits, and there is at least one."""
     integers = numpy_helper.to_array(tensor)
     half = 1 << (bits - 1)
     return integers.size > 0 and bool(-half <= integers.min() and integers.max() < half)
 
 
 def _bytes(integers: np.ndarray[tuple[int, ...], np.dtype[np.int8]], bits: int) -> bytes:
-    """Integers of so many bits, two's complement, as a tensor has them: the first in a byte's lowest bits."""
+    """Pack two's complement integers as a tensor stores them: the first one in a byte's lowest bits."""
     places = 8 // bits
     values = integers.reshape(-1).astype(np.uint8) & ((1 << bits) - 1)
     values = np.concatenate([values, np.zeros(-len(values) % places, np.uint8)]).reshape(-1, places)
@@ -91,11 +91,11 @@ def _bytes(integers: np.ndarray[tuple[int, ...], np.dtype[np.int8]], bits: int) 
 
 
 def _at_opset(model: onnx.ModelProto, least: int) -> onnx.ModelProto:
-    """A copy of the graph at that opset, if it has an older one."""
+    """Return a copy of the graph, converted to an opset if it has an older one."""
     own = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     if own < least:
         converted: onnx.ModelProto = version_converter.convert_version(model, least)
-        # It writes down the shapes of all tensors between layers (onnx 1.23), which no engine needs.
+        # It adds the shapes of all inner tensors (onnx 1.23), which no engine needs.
         del converted.graph.value_info[:]
         converted.graph.value_info.extend(model.graph.value_info)
         return converted

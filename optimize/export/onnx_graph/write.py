@@ -1,4 +1,4 @@
-"""Writing an ONNX file from a module: one way for every pass, checked, lean and the same every time."""
+"""Writes an ONNX file from a module. All passes use it. The file is checked, small and reproducible."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from serve.runtime.model_files.onnx_session import LITERAL_QDQ, cpu_session
 
 INPUT, OUTPUT = "input", "logits"
 
-#: What a file of protobuf holds, less a margin for the graph; the weights of larger networks lie in a file beside it,
-#: whose ending, ``.data``, is torch's, and one of those that the runtime's engines know as a part of a graph.
+#: The capacity of a protobuf file, less a margin for the graph. Weights of larger networks are in a file beside it. Its
+#: suffix ``.data`` is torch's. The runtime's engines know it as a part of a graph.
 _LARGEST_FILE = (2 << 30) - (64 << 20)
 
 # How torch's exporter (2.11 to 2.14) names the node that it cannot translate.
@@ -33,22 +33,22 @@ _TRANSLATED = re.compile(r"target=torch\.ops\.([\w.]+)")
 def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int | None = None) -> onnx.ModelProto:
     """Export ``module`` with torch's dynamo exporter to ``path``.
 
-    The graph takes ``input`` ``(batch, C, H, W)`` and gives ``logits`` ``(batch, classes)``, with
-    ``batch`` dynamic, and passes ``onnx.checker`` with full shape inference. Weights of 2 GiB and more, which no file
-    of protobuf holds, lie beside it in ``<path>.data``.
+    The graph takes ``input`` ``(batch, C, H, W)`` and gives ``logits`` ``(batch, classes)``, with ``batch`` dynamic. It
+    passes ``onnx.checker`` with full shape inference. A protobuf file cannot hold 2 GiB. Larger weights are in
+    ``<path>.data`` beside it.
 
     Args:
         module: in eval mode, with the weights to write.
         example: an input with N >= 2 (an example of batch 1 would fix the batch at 1).
         path: the file.
-        opset: the version of ONNX's operators; None: the exporter's own choice (20 in torch 2.14).
+        opset: the version of ONNX's operators. None: the exporter's own choice (20 in torch 2.14).
 
     Returns:
-        The graph; weights that lie beside the file are not in it.
+        The graph, without weights that are stored beside the file.
 
     Raises:
-        PassError: torch's exporter fails, or the graph has another input or output than those, or a fixed batch, or is
-            none that ``onnx.checker`` passes.
+        PassError: torch's exporter fails, the graph has other inputs or outputs or a fixed batch, or ``onnx.checker``
+            refuses it.
     """
     with EXPORTING.around(module, None), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         # The exporter reports progress on stdout and warns of its own internals.
@@ -84,7 +84,10 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
 
 
 def _reason(error: torch.onnx.OnnxExporterError) -> str:
-    """The operator that torch's exporter failed at, and why; its own first line says that it failed."""
+    """Return the operator at which torch's exporter failed, and why.
+
+    The error's own first line only says that it failed.
+    """
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)
@@ -93,7 +96,7 @@ def _reason(error: torch.onnx.OnnxExporterError) -> str:
 
 
 def _name_batch(model: onnx.ModelProto) -> None:
-    """Call the dynamic dimension ``batch`` and check that it is the first of input and output, and alone."""
+    """Name the dynamic dimension ``batch``, and check that it is the first and only one of input and output."""
     graph = model.graph
     if len(graph.input) != 1 or len(graph.output) != 1:
         raise PassError(f"ONNX graph: {len(graph.input)} inputs and {len(graph.output)} outputs, expected one of each")
@@ -102,12 +105,12 @@ def _name_batch(model: onnx.ModelProto) -> None:
         if not first.dim_param or any(dimension.dim_param for dimension in rest):
             raise PassError(f"ONNX graph: the batch dimension of {value.name} is fixed, or another one is dynamic")
         first.dim_param = "batch"
-    # Inferred shapes of inner values still carry the old symbol; they are derived, so they go.
+    # Inferred shapes of inner values still carry the old symbol. They can be derived again, so they are removed.
     del graph.value_info[:]
 
 
 def _check(model: onnx.ModelProto | str) -> None:
-    """Have a graph, or its file, pass ``onnx.checker`` with full shape inference."""
+    """Check a graph or its file with ``onnx.checker`` and full shape inference."""
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
@@ -115,7 +118,7 @@ def _check(model: onnx.ModelProto | str) -> None:
 
 
 def _drop_metadata(model: onnx.ModelProto) -> None:
-    """Remove what the exporter notes about its own work: stack traces would name the builder's paths."""
+    """Remove the exporter's notes on its own work. Their stack traces would name paths of this machine."""
     graph = model.graph
     del model.metadata_props[:]
     del graph.metadata_props[:]
@@ -125,10 +128,10 @@ def _drop_metadata(model: onnx.ModelProto) -> None:
 
 
 def save_changed(model: onnx.ModelProto, path: Path) -> None:
-    """Write a graph whose nodes were changed: without the constants that nothing reads any more, and checked.
+    """Check and write a graph whose nodes were changed, without the constants that nothing reads any more.
 
     Raises:
-        PassError: it is none that ``onnx.checker`` passes.
+        PassError: ``onnx.checker`` refuses it.
     """
     graph = model.graph
     used = {name for node in graph.node for name in node.input}
@@ -139,16 +142,16 @@ def save_changed(model: onnx.ModelProto, path: Path) -> None:
 
 
 def run_onnx(path: Path, batch: torch.Tensor, *, half: bool = False, literal: bool = False) -> torch.Tensor:
-    """Logits ``float32 (N, classes)`` of an ONNX file in ONNX Runtime on the CPU.
+    """Return the logits ``float32 (N, classes)`` of an ONNX file in ONNX Runtime on the CPU.
 
     Args:
         path: the file.
         batch: ``(N, C, H, W)``, pixels for a graph that takes them, else float32.
         half: whether the graph computes in FP16.
-        literal: leave quantizers as the graph has them, float operators between; integer kernels otherwise.
+        literal: run quantizers as the graph has them, with float operators between them. Otherwise integer kernels run.
 
     Raises:
-        PassError: ONNX Runtime has no kernel for a part of it, as for what a network computes in bfloat16.
+        PassError: ONNX Runtime has no kernel for a part of the graph, for example for bfloat16.
     """
     try:
         session = cpu_session(str(path), half=half, entries=LITERAL_QDQ if literal else None)
@@ -163,7 +166,7 @@ def run_onnx(path: Path, batch: torch.Tensor, *, half: bool = False, literal: bo
 def check_against(
     path: Path, batch: torch.Tensor, expected: torch.Tensor, tolerance: float, *, half: bool = False
 ) -> None:
-    """Run the file in ONNX Runtime on the CPU and compare its logits with those of what it was made from.
+    """Run the file in ONNX Runtime on the CPU and compare its logits with those of its source.
 
     Args:
         path: the ONNX file.
@@ -173,6 +176,6 @@ def check_against(
         half: whether the graph computes in FP16.
 
     Raises:
-        PassError: it differs by more, or gives NaN, or cannot be run.
+        PassError: it differs by more, gives NaN, or cannot be run.
     """
     require_alike(run_onnx(path, batch, half=half), expected, tolerance, "ONNX graph")

@@ -1,18 +1,17 @@
 """Lowering of a quantized FX model to an ONNX graph with explicit QuantizeLinear/DequantizeLinear.
 
-torch cannot export a converted (packed) model: ``torch.onnx.export`` fails on its packed parameters.
-What it can export is the *reference decomposed* form, float operators between explicit quantize and
-dequantize operators. Two faults of that route are mended here, on torch's graph, where torch's own
-arithmetic is at hand:
+Torch cannot export a converted (packed) model: ``torch.onnx.export`` fails on its packed parameters. It can export the
+*reference decomposed* form, which has float operators between explicit quantize and dequantize operators. That route
+has two faults. Both are fixed here on torch's graph, with torch's own arithmetic:
 
-- weights leave as float initializers behind QuantizeLinear: they are folded to the very integers that
-  torch computes (ONNX divides by the scale where torch multiplies by its inverse, so folding on the
-  ONNX side could round a tie the other way);
-- the exporter ignores ``quant_min``/``quant_max`` of activations (onnxscript PR 3052): a range that is
-  narrower than the type gets an explicit clamp.
+- Weights would be written as float initializers behind QuantizeLinear. They are folded to exactly the integers that
+  torch computes. ONNX divides by the scale where torch multiplies by its inverse, so folding on the ONNX side could
+  round a tie the other way.
+- The exporter ignores ``quant_min``/``quant_max`` of activations (onnxscript PR 3052). A range that is narrower than
+  its type gets an explicit clamp.
 
-`verify` then proves that the graph is what was meant: by the linter's rules for the target, and by counting what torch
-has. A pair that only dequantizes and quantizes again by the same scale (around what was a dropout) is taken away.
+`verify` then checks the graph by the linter's rules for the target, and counts its quantizers against torch's. A pair
+that only dequantizes and quantizes again with the same scale is removed. Such pairs surround a former dropout.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from optimize.tracing.aten_program import program_of, required_program
 from optimize.tracing.constants import constant_value
 from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT, VNNI_X86
 
-#: What the linter calls each target.
+#: The linter's name of each target.
 LINTED: dict[str, LintTarget] = {VNNI_X86: "cpu", ANY_X86: "x86", TENSORRT: "tensorrt"}
 
 
@@ -51,10 +50,10 @@ class QdqSummary:
     """What `verify` found in a graph.
 
     Attributes:
-        activations: how many quantizers of activations it has.
-        weights: how many different int8 weights.
-        float_bytes: of weights left in float.
-        warnings: what the linter would have otherwise, and is not wrong.
+        activations: number of activation quantizers.
+        weights: number of different int8 weights.
+        float_bytes: bytes of weights left in float.
+        warnings: the linter's warnings. They are advice, not errors.
     """
 
     activations: int
@@ -64,7 +63,7 @@ class QdqSummary:
 
 
 def reference_form(prepared: fx.GraphModule, example: torch.Tensor, backend_config: Any) -> fx.GraphModule:
-    """The reference decomposed form of a calibrated or QAT-trained FX model, weights folded to int8.
+    """Return the reference decomposed form of a calibrated or QAT-trained FX model, with weights folded to int8.
 
     Args:
         prepared: the observed or fake-quantized model, in eval mode; it is not changed.
@@ -82,10 +81,10 @@ def reference_form(prepared: fx.GraphModule, example: torch.Tensor, backend_conf
 
 
 def explicit_form(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
-    """The reference form of a network that has explicit quantizers, whichever front end put them there.
+    """Return the reference form of a network with explicit quantizers, from any front end.
 
     Args:
-        module: with ``quantized_decomposed`` operators around float ones; weights are floats behind their quantizers.
+        module: with ``quantized_decomposed`` operators around float ones. Weights are floats behind their quantizers.
         example: an input ``(N, C, H, W)``; N becomes dynamic.
 
     Returns:
@@ -116,16 +115,16 @@ def lower(
     """Write a reference program (see `reference_program`) as a QDQ ONNX file and check it.
 
     Args:
-        program: what is written.
-        example: what the graph takes, ``(N, C, H, W)`` with N >= 2.
+        program: the program to write.
+        example: an input of the graph, ``(N, C, H, W)`` with N >= 2.
         path: the file.
-        target: whose integers the program has.
-        entered: puts in front of the program what lies between its input, normalised float32, and the graph's. It
-            stays in float: no quantizer, and nothing that is folded into one.
-        exact_sums: whether residual sums are kept from what gives their addends; for targets of CPUs.
+        target: the target of the program's integers.
+        entered: adds the steps from the graph's input to the program's input, which is normalised float32. They stay in
+            float: they get no quantizer, and are not folded into one.
+        exact_sums: whether residual sums are kept apart from the layers that compute their addends. CPU targets only.
 
     Raises:
-        PassError: the graph that came out is not the quantized graph that went in.
+        PassError: the written graph does not match the quantized program.
     """
     given = Lowering(target, exact_sums)
     module, expected = rewritten(program, given)
@@ -140,11 +139,11 @@ def lower(
 
 
 def rewritten(program: torch.export.ExportedProgram, given: Lowering) -> tuple[fx.GraphModule, int]:
-    """A reference program as the exporter is given it, and how many activation tensors it quantizes.
+    """Return a reference program as the exporter takes it, and its number of quantized activation tensors.
 
     Args:
         program: see `reference_program`.
-        given: for which target; what the records tell each other is noted in it.
+        given: names the target, and holds the notes that the rewrites pass to each other.
     """
     module = program.module()
     assert isinstance(module, fx.GraphModule)
@@ -166,18 +165,19 @@ def verify(
 
     Args:
         model: the graph, with its initializers.
-        target: what it is for, in the linter's words.
-        activations: how many activation tensors torch quantizes.
-        weights: how many different weights torch quantizes per channel; the exporter writes equal ones once.
+        target: the linter's name of the target.
+        activations: number of activation tensors that torch quantizes.
+        weights: number of different weights that torch quantizes per channel. The exporter writes equal ones once.
         clamps: the activation ranges that are narrower than their integer type. A Clip of the quantizer's integers
-            counts, or one before it whose bounds become integers within the range; that of a ReLU6 may not.
+            counts. So does a Clip before the quantizer whose bounds become integers within the range. The Clip of a
+            ReLU6 may be too wide.
 
     Raises:
-        PassError: a quantizer or a clamp was lost, nothing is quantized (a silently float graph), a weight
-            is not an int8 initializer, or the linter has an error.
+        PassError: a quantizer or a clamp was lost, nothing is quantized (a silently float graph), a weight is no int8
+            initializer, or the linter has an error.
     """
     findings = lint(model, target)
-    # Clamps are judged below: which there must be is known here.
+    # Clamps are checked below, where it is known which ones are needed.
     wrong = [finding for finding in findings if finding.severity == "error" and finding.rule != "lost-clamp"]
     if errors := [*wrong, *(finding for finding in findings if finding.rule == "unfolded-weight")]:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
@@ -233,7 +233,10 @@ def _clamped(
     constants: Mapping[str, onnx.TensorProto],
     ranges: Sequence[NarrowRange],
 ) -> bool:
-    """Whether a Clip ``before`` or ``behind`` it keeps ``quantizer``, one of ``ranges``, within its range."""
+    """Tell whether a Clip before or behind a quantizer keeps it within its range.
+
+    The quantizer must be one of ``ranges``.
+    """
     in_integers = len(behind) == 1 and behind[0].op_type == "Clip"
     clip = behind[0] if in_integers else before
     if clip is None or clip.op_type != "Clip" or len(clip.input) < 3:
@@ -244,7 +247,7 @@ def _clamped(
     scale, zero_point, *bounds = (float(onnx.numpy_helper.to_array(value)) for value in values if value is not None)
     integers = np.asarray(bounds) if in_integers else np.rint(np.asarray(bounds) / scale) + zero_point
     ends = np.iinfo(onnx.helper.tensor_dtype_to_np_dtype(constants[quantizer.input[2]].data_type))
-    integers = integers.clip(ends.min, ends.max)  # where a bound is infinite, its type's ends are left
+    integers = integers.clip(ends.min, ends.max)  # an infinite bound becomes the end of the type
     return any(
         range_.zero_point == zero_point
         and math.isclose(range_.scale, scale, rel_tol=1e-6)
@@ -255,12 +258,12 @@ def _clamped(
 
 
 def quantized_weights(program: torch.export.ExportedProgram) -> int:
-    """How many weights a reference program dequantizes."""
+    """Return the number of weights that a reference program dequantizes."""
     return sum(quantizing(node) == "dequantize_per_channel" for node in program.graph.nodes)
 
 
 def _distinct_weights(module: fx.GraphModule) -> set[bytes]:
-    """Integers and scales of each int8 weight; those of a layer that is called twice are one."""
+    """Return integers and scales of each int8 weight. A layer that is called twice counts once."""
     found = set()
     for node in quantizers(module, "dequantize_per_channel"):
         values = [constant_value(module, argument) for argument in node.args[:2]]
