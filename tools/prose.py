@@ -56,6 +56,8 @@ HELD_FOLDERS = (
         for folder in ("card", "decoders", "device", "engines", "images", "model_files", "service")
     ),
     *(f"serve/{room}" for room in ("archive", "common", "export", "load", "packing", "runs", "torchserve", "tune")),
+    *("optimize/tracing", "optimize/export", "optimize/export/onnx_graph", "optimize/passes"),
+    *(f"optimize/quantization/{folder}" for folder in ("graph", "placement", "rewrites")),
 )
 
 _LIST_ITEM = re.compile(r"(?:[-*+]|\d+[.)])\s+")

@@ -1,7 +1,7 @@
-"""Which range each activation has: what training images show.
+"""Calibration: finds the range of each activation from training images.
 
-A mean is a mean over batches in which each batch weighs the same. torch's moving averages start from the first batch:
-with their constant of 0.01 it would still hold 93 % of the range after eight.
+A mean over batches gives each batch the same weight. Torch's moving averages start from the first batch. With their
+constant of 0.01, the first batch would still make up 93 % of the range after eight batches.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from serve.runtime.images.image_preprocessing import normalise
 
 
 class Batches(Iterable[tuple[torch.Tensor, torch.Tensor]], Protocol):
-    """Batches of ``uint8 (N, C, H, W)`` pixels with their labels, as a loader's or a list's."""
+    """Batches of ``uint8 (N, C, H, W)`` pixels with their labels, such as a loader or a list."""
 
     def __len__(self) -> int:
-        """How many batches there are."""
+        """Return the number of batches."""
 
 
 def calibrate(prepared: fx.GraphModule, context: Context, batches: Batches) -> None:
-    """Show an observed model training images, and settle the observers that take means, and the image's.
+    """Run training images through an observed model. Settle observers that take means, and the image's quantizer.
 
     Args:
         prepared: with observers, on ``context.device``, in eval mode.
-        context: preprocessing and device; its listener is told how far it is.
+        context: preprocessing and device. Its listener receives the progress.
         batches: such as ``context.calibration(256)``.
     """
     means = [layer for layer in prepared.modules() if isinstance(layer, MeanMinMaxObserver)]
@@ -48,8 +48,8 @@ def start_ranges(
     Args:
         prepared: with fake-quantize modules, on ``context.device``, in eval mode.
         context: as for `calibrate`.
-        images: how many training images to look at.
-        observer_of: a new observer for what the layer of this name gives; of functions the name is empty.
+        images: number of training images.
+        observer_of: makes a new observer for the output of the named layer. The name is empty for functions.
     """
     fakes, names = activations(prepared), watched(prepared)
     seeing = [observer_of(names.get(fake, "")).to(context.device) for fake in fakes]
@@ -81,7 +81,7 @@ def _seen_by(twin: ObserverBase) -> Callable[[nn.Module, tuple[torch.Tensor, ...
 
 
 def _range(observer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the largest value that an observer's integers stand for, or that it saw."""
+    """Return the least and the largest value that an observer's integers represent, or that it saw."""
     if isinstance(observer, CountingObserver):
         return observer.range()
     if type(observer) in (MinMaxObserver, MeanMinMaxObserver):
@@ -91,7 +91,7 @@ def _range(observer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _show(prepared: nn.Module, context: Context, batches: Batches, means: Sequence[MeanMinMaxObserver]) -> torch.Tensor:
-    """Show all batches; the last of them, normalised, is returned."""
+    """Run all batches through the model, and return the last of them, normalised."""
     images = torch.empty(0)
     with torch.no_grad():
         for done, (batch, _) in enumerate(batches, start=1):

@@ -1,4 +1,4 @@
-"""What the user chooses for ``ptq`` and ``qat`` alike: the integers, and layer by layer what stays in float."""
+"""The settings that ``ptq`` and ``qat`` share: the integers, and which layers stay in float."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from serve.runtime.errors import UserError
 
 _T = TypeVar("_T")
 
-#: What has a weight of its own that is quantized.
+#: Layers with a weight that is quantized.
 _WEIGHTED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 
 @with_config(ConfigDict(extra="forbid"))
 class Override(TypedDict, total=False):
-    """What holds for single layers, and not as for all."""
+    """Settings of single layers that differ from the general ones."""
 
     observer: Observer
     weights: Granularity
@@ -38,8 +38,8 @@ class Override(TypedDict, total=False):
 class Choices(Gate):
     """The settings that ``ptq`` and ``qat`` share.
 
-    A pattern is a module's name (``layer4``, ``features.*.conv``) or its class's (``Linear``); ``*`` stands for
-    anything. It covers what lies beneath the module, too.
+    A pattern is a module's name (``layer4``, ``features.*.conv``) or its class's (``Linear``); ``*`` matches anything.
+    It also covers everything inside the module.
     """
 
     target: TargetName = Field(
@@ -60,19 +60,19 @@ class Choices(Gate):
     )
 
     def patterns(self) -> Mapping[str, Iterable[str]]:
-        """The patterns of modules that were chosen, by setting."""
+        """Return the patterns of modules by setting."""
         return {"keep_float": self.keep_float, "overrides": self.overrides}
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What choices mean for one model: names of modules in float, and by name of module what it has of its own.
+    """The choices, resolved for one model.
 
     Attributes:
-        kept: modules in float.
-        observers: of what they give.
-        granularities: scales of their weights.
-        weight_observers: ranges of their weights.
+        kept: names of modules in float.
+        observers: observers of modules' outputs, by name.
+        granularities: number of scales of their weights, by name.
+        weight_observers: rules for the ranges of their weights, by name.
     """
 
     kept: frozenset[str] = frozenset()
@@ -81,27 +81,27 @@ class Chosen:
     weight_observers: Mapping[str, WeightObserver] = field(default_factory=dict)
 
     def in_float(self, target: str) -> bool:
-        """Whether the layer called ``target`` in a traced graph stays in float."""
+        """Tell whether the layer called ``target`` in a traced graph stays in float."""
         return any(name in self.kept for name in _owners(target))
 
     def observer(self, target: str) -> Observer | None:
-        """How the range of what the layer called ``target`` gives is found; None where nothing was chosen."""
+        """Return the observer chosen for the output of the layer called ``target``, or None."""
         return _nearest(self.observers, target)
 
     def granularity(self, target: str) -> Granularity | None:
-        """How many scales its weight has; None where nothing was chosen."""
+        """Return the number of scales chosen for its weight, or None."""
         return _nearest(self.granularities, target)
 
     def weight_observer(self, target: str) -> WeightObserver | None:
-        """How far the range of its weight reaches; None where nothing was chosen."""
+        """Return the rule chosen for the range of its weight, or None."""
         return _nearest(self.weight_observers, target)
 
 
 def of_activations(overrides: Mapping[str, Override], why: str) -> None:
-    """Refuse overrides of weights, in the words of a validator.
+    """Refuse overrides of weights with the error of a validator.
 
     Raises:
-        ValueError: there are some; ``why`` says what training does instead.
+        ValueError: there are some. ``why`` says what training does instead.
     """
     for pattern, own in overrides.items():
         if others := sorted(own.keys() - {"observer"}):
@@ -112,12 +112,12 @@ def check_choices(build: Callable[[], nn.Module], choices: Choices) -> None:
     """Refuse a target that this machine cannot build, and patterns that match nothing in the model or change nothing.
 
     Args:
-        build: makes the model; not called where nothing was chosen.
-        choices: what the user chose.
+        build: makes the model. It is not called if nothing was chosen.
+        choices: the user's choices.
 
     Raises:
-        UserError: this CPU would saturate; patterns match no module (a line for each, with the nearest names); or an
-            override is of what has no weights, or of what stays in float.
+        UserError: this CPU would saturate. Or patterns match no module (a line for each, with the nearest names). Or an
+            override is for layers without weights, or for layers that stay in float.
     """
     check_target(choices.target)
     chosen = choices.patterns()
@@ -132,7 +132,7 @@ def check_choices(build: Callable[[], nn.Module], choices: Choices) -> None:
 
 
 def _idle(model: nn.Module, modules: Mapping[str, str], choices: Choices) -> Iterator[str]:
-    """Why overrides would change nothing."""
+    """Yield the reasons why overrides would change nothing."""
     layers = [name for name, layer in model.named_modules() if isinstance(layer, _WEIGHTED)]
     kept = {name for pattern in choices.keep_float for name in matching(modules, pattern)}
     for pattern, settings in choices.overrides.items():
@@ -146,7 +146,7 @@ def _idle(model: nn.Module, modules: Mapping[str, str], choices: Choices) -> Ite
 
 
 def resolve(build: Callable[[], nn.Module], choices: Choices) -> Chosen:
-    """What ``choices`` mean for the model that ``build`` makes: as its code has it, before any pass."""
+    """Resolve the choices for the model that ``build`` makes: with its original names, before any pass."""
     if not choices.keep_float and not choices.overrides:
         return Chosen()
     modules = classes(build())
@@ -160,22 +160,22 @@ def resolve(build: Callable[[], nn.Module], choices: Choices) -> Chosen:
 
 
 def named(build: Callable[[], nn.Module], patterns: Collection[str]) -> frozenset[str]:
-    """Names of the modules that patterns match in the model that ``build`` makes."""
+    """Return the names of the modules that patterns match in the model that ``build`` makes."""
     modules = classes(build()) if patterns else {}
     return frozenset(name for pattern in patterns for name in matching(modules, pattern))
 
 
 def covered(target: str, names: Collection[str]) -> bool:
-    """Whether the layer called ``target`` in a traced graph, or a module around it, is among ``names``."""
+    """Tell whether the layer called ``target`` in a traced graph, or a module around it, is among ``names``."""
     return any(name in names for name in _owners(target))
 
 
 def overrides_note(watched: Iterable[str], chosen: Chosen) -> tuple[str, ...]:
-    """A note of how many ranges are found in a way of their own, if that was chosen.
+    """Return a note of the number of ranges with their own observer, if any was chosen.
 
     Args:
         watched: for each range, the layer whose output has it.
-        chosen: what was.
+        chosen: the choices.
     """
     if not chosen.observers:
         return ()
@@ -185,7 +185,7 @@ def overrides_note(watched: Iterable[str], chosen: Chosen) -> tuple[str, ...]:
 
 
 def weights_note(layers: Iterable[str], chosen: Chosen) -> tuple[str, ...]:
-    """A note of how many of these quantized layers have weights in a way of their own, if that was chosen."""
+    """Return a note of the number of quantized layers with their own weight settings, if any were chosen."""
     if not chosen.granularities and not chosen.weight_observers:
         return ()
     found: Counter[str] = Counter()
@@ -196,10 +196,10 @@ def weights_note(layers: Iterable[str], chosen: Chosen) -> tuple[str, ...]:
 
 
 def _nearest(chosen: Mapping[str, _T], target: str) -> _T | None:
-    """What was chosen for a layer, or the nearest module around it."""
+    """Return the choice for a layer, or for the nearest module around it."""
     return next((chosen[name] for name in _owners(target) if name in chosen), None)
 
 
 def _owners(target: str) -> Iterable[str]:
-    """The module itself and those around it, from the inside; a second call of a layer counts as the layer."""
+    """Return the module and those around it, from the inside. A second call of a layer counts as the layer."""
     return around(called_layer(target))

@@ -1,4 +1,4 @@
-"""Quantization parameters that are known: a weight's scale and an activation's grid that no observer is to find."""
+"""Known quantization parameters: scales of weights and grids of activations that no observer has to find."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.ao.quantization.observer import FixedQParamsObserver, PerChannelMinMa
 
 
 class FixedWeight(PerChannelMinMaxObserver):
-    """Of a weight, the scale that it was given, whatever it sees.
+    """An observer of a weight that keeps the given scale, whatever it sees.
 
     Args:
         scale: ``(C,)``, one for each output channel.
@@ -28,17 +28,17 @@ class FixedWeight(PerChannelMinMaxObserver):
         self.register_buffer("scale", scale.detach().clone())
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        """Pass on what is seen."""
+        """Pass the input on."""
         return seen
 
     def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """The scale, and zero-points of 0."""
+        """Return the scale, and zero points of 0."""
         scale = self.get_buffer("scale")
         return scale, torch.zeros(len(scale), dtype=torch.int64, device=scale.device)
 
 
 def fix_weight(prepared: fx.GraphModule, name: str, scale: torch.Tensor, low: int, high: int) -> None:
-    """Give the weight of a layer of a prepared model a scale of its own, ``(C,)``, and its integers' ends, in place."""
+    """Give the weight of a layer of a prepared model its own scale, ``(C,)``, and range of integers, in place."""
     called = prepared.get_submodule(name)
     qconfig: QConfig = called.qconfig  # type: ignore[assignment]
     fixed = FixedWeight.with_args(scale=scale, low=low, high=high)
@@ -46,7 +46,7 @@ def fix_weight(prepared: fx.GraphModule, name: str, scale: torch.Tensor, low: in
 
 
 def is_fixed(prepared: fx.GraphModule, name: str) -> bool:
-    """Whether the weight of a layer has a scale that was given to it (see `fix_weight`)."""
+    """Tell whether the weight of a layer has a given scale (see `fix_weight`)."""
     qconfig: QConfig = prepared.get_submodule(name).qconfig  # type: ignore[assignment]
     return isinstance(qconfig.weight(), FixedWeight)
 
@@ -54,7 +54,7 @@ def is_fixed(prepared: fx.GraphModule, name: str) -> bool:
 def fixed_activation(
     scale: float, zero_point: int, low: int, high: int, dtype: torch.dtype
 ) -> FixedQParamsFakeQuantize:
-    """What rounds an activation to known integers, in a prepared model."""
+    """Return a module that rounds an activation to known integers, for a prepared model."""
     return FixedQParamsFakeQuantize(  # type: ignore[no-untyped-call]
         FixedQParamsObserver.with_args(scale=scale, zero_point=zero_point, dtype=dtype, quant_min=low, quant_max=high)
     )

@@ -1,4 +1,4 @@
-"""Whether an int8 artifact still answers as what it was made from: broken ones fail, not merely score low."""
+"""Checks that an int8 artifact still gives its source's answers. A broken artifact fails instead of scoring low."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.model_files.program_file import load_program
 from serve.runtime.model_files.script_file import load_script
 
-#: Training images that answers are compared on.
+#: Number of training images on which answers are compared.
 IMAGES = 32
 
-#: Torch's kernels compute something else than their integers mean where exact arithmetic agrees with them by less than
-#: this many dB, and with the float network by so many more than they do. Ties that spread through a deep random
-#: network come below the first (6 were seen) but not above the second; products that saturate in MobileNetV2 leave
-#: 8 dB where exact arithmetic has 33.
+#: Torch's kernels are judged wrong if two things hold. They agree with exact arithmetic by less than the first figure
+#: in dB. And exact arithmetic agrees with the float network by more dB than they do, by at least the second figure.
+#: Ties that spread through a deep random network fall below the first (6 were seen) but not above the second. Products
+#: that saturate in MobileNetV2 leave 8 dB where exact arithmetic has 33.
 _KERNELS_AGREE, _KERNELS_LOSE = 10.0, 6.0
 
 
 class Gate(Config):
-    """Below which agreement with what it was made from an int8 artifact is broken."""
+    """The agreement with its source below which an int8 artifact counts as broken."""
 
     min_sqnr: float = Field(
         default=3.0,
@@ -47,13 +47,13 @@ def check_answers(expected: torch.Tensor, found: torch.Tensor, gate: Gate, parti
     """Compare two batches of logits ``(N, classes)``.
 
     Args:
-        expected: of what the artifact was made from.
-        found: of the artifact.
-        gate: what is too little.
-        parties: which two are compared, for the message, such as ``int8 against its float parent``.
+        expected: logits of the artifact's source.
+        found: logits of the artifact.
+        gate: the limits.
+        parties: what is compared, for the message, such as ``int8 against its float parent``.
 
     Returns:
-        What was found, as a note.
+        A note of the result.
 
     Raises:
         PassError: they agree too little, or ``found`` is not finite.
@@ -71,20 +71,20 @@ def check_answers(expected: torch.Tensor, found: torch.Tensor, gate: Gate, parti
 
 
 def check_quantized(folder: Path, file: str, images: torch.Tensor, expected: torch.Tensor, gate: Gate) -> str:
-    """Check an int8 program: torch's kernels compute what its integers mean, and they answer as ``expected``.
+    """Check that torch's kernels compute what an int8 program's integers mean, and that it answers as ``expected``.
 
     Args:
         folder: holds the program and its reference form.
-        file: the packed program's name; that of the reference form where there is no other.
-        images: ``float32 (N, C, H, W)``, training images, normalised.
-        expected: logits ``(N, classes)`` in float arithmetic, of what was quantized.
-        gate: what is too little.
+        file: name of the packed program, or of the reference form if there is no other.
+        images: normalised training images, ``float32 (N, C, H, W)``.
+        expected: logits ``(N, classes)`` of the source in float arithmetic.
+        gate: the limits.
 
     Returns:
-        What was found, as a note.
+        A note of the result.
 
     Raises:
-        PassError: one of the two does not hold.
+        PassError: one of the two is not so.
     """
     with torch.no_grad():
         meant = load_program(folder / REFERENCE_FILE).module()(images)
@@ -110,7 +110,7 @@ def _require_finite(found: torch.Tensor, parties: str) -> None:
 
 
 def sqnr(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """`sqnr_db` with infinities for equal tensors, and for noise without a signal."""
+    """Return `sqnr_db`, with infinities for equal tensors and for noise without a signal."""
     if not expected.any():
         return -math.inf if found.any() else math.inf
     ratio = sqnr_db(expected.double().numpy(), found.double().numpy())

@@ -1,6 +1,7 @@
-"""Which observer a setting means: one of `OBSERVERS` or of an installed distribution by its name, or a class.
+"""Resolves an observer setting: a name of `OBSERVERS` or of an installed distribution, or a class.
 
-What is not the project's is written down with a digest of its code: ``clip@1f2e3d4c5b6a`` in keys, cards and reports.
+An observer from outside the project is written with a digest of its code: ``clip@1f2e3d4c5b6a`` in keys, cards and
+reports.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from optimize.quantization.ranges import OBSERVERS
 from serve.runtime.errors import did_you_mean, one_line
 from serve.runtime.registry import Registry, defined_at
 
-#: A class of observers, or what its ``with_args`` gives.
+#: An observer class, or the result of its ``with_args``.
 Maker = Any
 #: The setting that tries all of `OBSERVERS`.
 AUTO: Final = "auto"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
-_DIGITS = 12  # of a digest that are written down
-#: What `torch.ao.quantization.ObserverBase.with_args` makes; torch (2.11 to 2.14) does not export it.
+_DIGITS = 12  # length of a written digest
+#: The type that `torch.ao.quantization.ObserverBase.with_args` returns. Torch (2.11 to 2.14) does not export it.
 _Partial: Any = type(ObserverBase.with_args())
-#: What an observer is tried with: a range of integers as `Target` has them, and an activation ``(N, C, H, W)``.
+#: The trial of an observer: a range of integers as in `Target`, and the shape of an activation ``(N, C, H, W)``.
 _RANGE: dict[str, Any] = {"dtype": torch.quint8, "quant_min": 0, "quant_max": 255}
 _SHAPE = (2, 4, 4, 2)
 
-#: What was given in this process, by how it is written down: what was written is read again, as a search does.
+#: The observers given in this process, by their written form. A search reads written forms back.
 _given: dict[str, Observer] = {}
 
 
@@ -42,8 +43,8 @@ class ObserverType:
     """An observer of activations by name.
 
     Attributes:
-        name: the word for it in recipes and on the command line.
-        make: a class that derives from torch.ao's ``ObserverBase``, or its ``with_args(…)``; see `check_maker`.
+        name: its name in recipes and on the command line.
+        make: a class that derives from torch.ao's ``ObserverBase``, or its ``with_args(…)``. See `check_maker`.
         summary: one line: which range it finds.
     """
 
@@ -70,28 +71,28 @@ def register(entry: ObserverType) -> ObserverType:
 
 
 def maker(observer: Observer) -> Maker:
-    """What makes observers of a kind: called with ``dtype``, ``quant_min`` and ``quant_max``, and asked `with_args`."""
+    """Return the factory of an observer. It takes ``dtype``, ``quant_min`` and ``quant_max``, and has `with_args`."""
     if not isinstance(observer, str):
         return observer
     return OBSERVERS[observer] if observer in OBSERVERS else _REGISTRY.find(observer).make
 
 
 def spelled(observer: Observer) -> str:
-    """An observer in words: its name, and what is not the project's with its settings and a digest of its code."""
+    """Return the written form of an observer: its name, and for one from outside its settings and a code digest."""
     if isinstance(observer, str) and observer in (*OBSERVERS, AUTO):
         return observer
     make = maker(observer)
     name = observer if isinstance(observer, str) else _called(make)
-    # What is registered is found by its distribution, of which a new installation may have the old version.
+    # A registered observer belongs to its distribution. A new installation may have the old version number.
     home = _kind(make).__module__ if isinstance(observer, str) else ""
     return f"{name}@{live_digest(make, home='' if home.startswith('torch.') else home)[:_DIGITS]}"
 
 
 def check_maker(make: Maker) -> None:
-    """See that something makes observers of activations, by trying it.
+    """Check by a trial that a factory makes observers of activations.
 
     Raises:
-        ValueError: it does not derive from torch.ao's ``ObserverBase``, fails, or gives more than one scale.
+        ValueError: the result does not derive from torch.ao's ``ObserverBase``, fails, or gives more than one scale.
     """
     kind = _kind(make)
     if not (isinstance(kind, type) and issubclass(kind, ObserverBase)):
@@ -110,7 +111,7 @@ def check_maker(make: Maker) -> None:
 
 
 def _chosen(value: Any, *more: str) -> Observer:
-    """What was given as a setting; in a validator's words where it is none."""
+    """Return the observer given as a setting. Raise a validator's error if it is none."""
     if isinstance(value, str):
         return _by_name(value, more)
     if isinstance(value, functools.partial) and not value.args and hasattr(value.func, "with_args"):
@@ -142,7 +143,7 @@ def _by_name(given: str, more: tuple[str, ...]) -> Observer:
 
 
 def _taken_apart(make: Maker) -> tuple[Any, dict[str, Any]]:
-    """The class, and the settings that it was given, once or one after the other."""
+    """Return the class, and all settings that were given to it, in one or several steps."""
     settings: dict[str, Any] = {}
     while isinstance(make, _Partial):
         settings = make.p.keywords | settings
@@ -155,24 +156,24 @@ def _kind(make: Maker) -> Any:
 
 
 def _called(make: Maker) -> str:
-    """A class by its name, with the settings that were given: ``Clip(share=0.9)``."""
+    """Return a class's name with the given settings: ``Clip(share=0.9)``."""
     kind, settings = _taken_apart(make)
     name = getattr(kind, "__name__", type(kind).__name__)
     return f"{name}({', '.join(f'{key}={_short(value)}' for key, value in settings.items())})" if settings else name
 
 
 def _short(value: object) -> str:
-    """A value without the address that it may show."""
+    """Return a value as text, without the memory address that it may contain."""
     return f"{value:.6g}" if isinstance(value, float) else re.sub(" at 0x[0-9a-f]+", "", repr(value))
 
 
-#: How a range is found: a name (``moving_average`` is taken for ``moving-average``), or a class of torch.ao's kind.
+#: An observer: a name (``moving_average`` also works for ``moving-average``), or a class of torch.ao's kind.
 Observer = Annotated[
     str | type[ObserverBase] | functools.partial[ObserverBase],
     PlainValidator(_chosen),
     PlainSerializer(spelled, when_used="json"),
 ]
-#: The same, or ``auto``.
+#: An observer, or ``auto``.
 AnyObserver = Annotated[
     str | type[ObserverBase] | functools.partial[ObserverBase],
     PlainValidator(lambda value: _chosen(value, AUTO)),

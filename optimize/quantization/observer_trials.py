@@ -1,4 +1,4 @@
-"""``observer: auto``: each observer is tried on calibration images, and judged on others of them."""
+"""``observer: auto``: tries each observer on calibration images and judges it on others of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optimize.quantization.ranges import OBSERVERS
 from optimize.quantization.simulate import simulated
 from serve.runtime.images.image_preprocessing import normalise
 
-#: Of four images one is kept to judge by.
+#: One of this many images is kept to judge by.
 _JUDGED = 4
 _BATCH = 32
 
@@ -27,17 +27,17 @@ def best_observer(
     batches: Batches,
     simulate: Callable[[fx.GraphModule], fx.GraphModule] = simulated,
 ) -> tuple[Observer, str]:
-    """The observer with which the quantized model's logits are nearest to the float one's.
+    """Return the observer with which the quantized model's logits are nearest to the float model's.
 
     Args:
-        prepared: a new model with observers of this name, in eval mode.
+        prepared: makes a new model with observers of a name, in eval mode.
         module: the float model, in eval mode.
         context: preprocessing and device.
-        batches: of calibration images, of which each fourth judges and is not calibrated on.
-        simulate: gives of a calibrated model one that rounds as its integers will.
+        batches: calibration images. Every fourth one is used for judging, not for calibration.
+        simulate: turns a calibrated model into one that rounds as its integers will.
 
     Returns:
-        Its name, and a note of the figures of all.
+        Its name, and a note with the figures of all observers.
     """
     pixels, labels = (torch.cat(part) for part in zip(*batches, strict=True))
     judging = torch.arange(len(pixels)) % _JUDGED == _JUDGED - 1

@@ -1,4 +1,4 @@
-"""What watches tensors while a model is calibrated or trained for int8, and which watchers are which."""
+"""Observers and fake-quantize modules for int8 calibration and training, and functions that find them in a model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from optimize.quantization.graph.nodes import called_module
 
 
 class MeanMinMaxObserver(MinMaxObserver):
-    """The mean over batches of each batch's least and largest value; `end_batch` says where a batch ends.
+    """The mean over batches of each batch's least and largest value. `end_batch` marks the end of a batch.
 
-    Within a batch it sees what `MinMaxObserver` does, also where several tensors share it (those of a concatenation).
+    Within a batch it works as `MinMaxObserver`, also where several tensors share it (those of a concatenation).
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -26,13 +26,13 @@ class MeanMinMaxObserver(MinMaxObserver):
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def end_batch(self) -> None:
-        """Take note of the extremes of the batch, and forget them."""
-        if bool(self.min_val <= self.max_val):  # else it saw nothing
+        """Record the extremes of the batch, and reset them."""
+        if bool(self.min_val <= self.max_val):  # otherwise it saw nothing
             self._batches.append((self.min_val.clone(), self.max_val.clone()))
         self.reset_min_max_vals()
 
     def settle(self) -> None:
-        """Take the mean of what was noted as the range."""
+        """Set the range to the mean of the recorded extremes."""
         if self._batches:
             low, high = (torch.stack(side).mean(0) for side in zip(*self._batches, strict=True))
             self.min_val.copy_(low)
@@ -41,23 +41,26 @@ class MeanMinMaxObserver(MinMaxObserver):
 
 
 def activations(prepared: nn.Module) -> list[FusedMovingAvgObsFakeQuantize]:
-    """The fake-quantize modules of activations whose range is observed (a sigmoid's is known)."""
+    """Return the fake-quantize modules of activations whose range is observed. A sigmoid's range is fixed."""
     return [fake for fake in _observed(prepared) if not fake.is_per_channel]
 
 
 def weights(prepared: nn.Module) -> list[FusedMovingAvgObsFakeQuantize]:
-    """The fake-quantize modules of weights."""
+    """Return the fake-quantize modules of weights."""
     return [fake for fake in _observed(prepared) if fake.is_per_channel]
 
 
 def observe(fakes: Iterable[FakeQuantizeBase], enabled: bool) -> None:
-    """Let ranges follow what is seen, or keep them."""
+    """Let ranges follow the values seen, or freeze them."""
     for fake in fakes:
         fake.enable_observer(enabled)
 
 
 def watched(prepared: fx.GraphModule) -> dict[nn.Module, str]:
-    """Name of the layer whose output each observer or fake-quantize module sees; that of functions is missing."""
+    """Return for each observer or fake-quantize module the name of the layer whose output it sees.
+
+    Those behind functions are missing.
+    """
     found: dict[nn.Module, str] = {}
     for node in prepared.graph.nodes:
         layer = called_module(prepared, node)
@@ -69,17 +72,17 @@ def watched(prepared: fx.GraphModule) -> dict[nn.Module, str]:
 
 
 def settle_weights(prepared: nn.Module, example: torch.Tensor) -> None:
-    """Give each fake-quantized weight the range of the very weight that conversion writes, and keep it.
+    """Give each fake-quantized weight the range of exactly the weight that conversion writes, and freeze it.
 
-    torch's two conversions (2.11 to 2.14) treat a range that is not the weight's differently: packing quantizes
-    to [-128, 127] whatever ``quant_min`` says, the reference form clamps to it. And a range can only be that of the
-    last forward: one step of the optimizer old, and taken before the norm was folded as conversion folds it.
+    Torch's two conversions (2.11 to 2.14) differ if a range is not the weight's. Packing quantizes to [-128, 127]
+    whatever ``quant_min`` is, and the reference form clamps to it. A range may belong to the last forward. It is then
+    one optimizer step old, and was taken before the norm was folded as conversion folds it.
 
     Args:
-        prepared: on the CPU, in eval mode; nothing happens to one that was not prepared for QAT.
-        example: ``float32 (N, C, H, W)``; running it finds the weights that are no module's own.
+        prepared: on the CPU, in eval mode. A model that was not prepared for QAT stays unchanged.
+        example: an input, ``float32 (N, C, H, W)``. Running it finds the weights that no module owns.
     """
-    if not weights(prepared):  # calibrated only: its observers would take note of the example
+    if not weights(prepared):  # calibrated only: its observers would record the example
         return
     observe(activations(prepared), False)
     for fake in weights(prepared):

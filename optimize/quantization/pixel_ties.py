@@ -1,10 +1,9 @@
-"""The quantizer of an image whose pixels all lie halfway between two of its integers, moved off that place.
+"""Moves the quantizer of an image whose pixels all lie halfway between two of its integers.
 
-Pixels are 256 numbers at equal distances. Where an image is normalised alike in all channels and uses the whole range,
-its integers have the same distances; with a mean of 0.5, or with zero-point 0, each pixel is then a tie between two.
-Ties go to the even integer, so half of the integers occur, and engines that come to the place by another order of the
-same multiplications let some pixels fall to the other side. A range that is a little wider has no ties, and nearly all
-integers occur.
+Pixels are 256 equidistant values. If all channels are normalised alike and images use the whole range, the integers are
+as far apart as the pixels. With a mean of 0.5, or with zero point 0, each pixel is then a tie between two integers.
+Ties go to the even integer, so only half of the integers occur. Engines that multiply in another order round some
+pixels to the other side. A slightly wider range has no ties, and nearly all integers occur.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from torch.ao.quantization.observer import FixedQParamsObserver, ObserverBase
 from optimize.quantization.graph.editing import made_of
 from optimize.quantization.graph.nodes import holds_watcher, is_watcher
 
-#: A place counts as a tie where it is nearer to one than this, in steps: float32 errs by some 0.00002 of them.
+#: A value counts as a tie if it is this near to one, in steps. The error of float32 is about 0.00002 steps.
 _NEAR = 0.001
-#: Share of an image's values that chance leaves there: 0.002.
+#: Share of an image's values above which they are no chance. By chance it is 0.002.
 _MANY = 0.05
-#: By how much the range becomes wider: the pixel next to the middle comes to lie 0.002 steps beside its tie.
+#: Factor of the wider range. The pixel next to the middle is then 0.002 steps away from its tie.
 _WIDER = 1 + 1 / 256
 
 
 def part_from_ties(prepared: fx.GraphModule, images: torch.Tensor) -> bool:
-    """Widen the range of the image's quantizer where it makes ties of pixels, in place.
+    """Widen the range of the image's quantizer if it makes ties of pixels, in place.
 
-    It is the first behind the image, whatever a network does to this in front of it.
+    That is the first quantizer behind the image, whatever the network does to the image before it.
 
     Args:
         prepared: with observers that have seen images, or fake-quantize modules; in eval mode.
-        images: ``float32 (N, C, H, W)``, normalised.
+        images: normalised, ``float32 (N, C, H, W)``.
 
     Returns:
-        Whether it did.
+        Whether the range was widened.
     """
     watchers = list(_first(prepared))
     if len(watchers) != 1:
         return False
     ((seeing, name),) = watchers
     if sum(node.target == seeing.target for node in prepared.graph.nodes) != 1:
-        return False  # others share it
+        return False  # other tensors share it
     watcher = prepared.get_submodule(name)
     known: Any = watcher
     scale, zero_point = (float(each) for each in known.calculate_qparams())
@@ -67,7 +66,7 @@ def part_from_ties(prepared: fx.GraphModule, images: torch.Tensor) -> bool:
 
 
 def _first(prepared: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
-    """Watchers of what is made of the image without another watcher between, and their names."""
+    """Yield the observers that see the image without another observer in between, and their names."""
     unwatched: set[fx.Node] = set()
     for node in prepared.graph.nodes:
         if node.op == "placeholder" or not unwatched.isdisjoint(node.all_input_nodes):
@@ -78,7 +77,7 @@ def _first(prepared: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _shown(prepared: fx.GraphModule, node: fx.Node, images: torch.Tensor) -> torch.Tensor:
-    """What a node gives of images; nothing behind it is computed."""
+    """Return the value of a node for images. Nothing behind the node is computed."""
     needed = set(made_of(node))
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -92,7 +91,7 @@ def _shown(prepared: fx.GraphModule, node: fx.Node, images: torch.Tensor) -> tor
 
 
 def _watcher(prepared: fx.GraphModule, node: fx.Node) -> str:
-    """Name of the observer or fake-quantize module that a node calls; in PT2E's watchers it lies inside."""
+    """Return the name of the observer or fake-quantize module that a node calls. PT2E's wrappers contain it."""
     if is_watcher(prepared, node):
         return str(node.target)
     return f"{node.target}.observer" if holds_watcher(prepared, node) else ""

@@ -1,12 +1,12 @@
-"""The second front end: torchao's PT2E puts quantizers into a program of `torch.export`, as a quantizer of ours says.
+"""The second front end: torchao's PT2E inserts quantizers into a program of `torch.export`, guided by our quantizer.
 
-It decides what the FX front end (`optimize.quantization.convert`) decides: which tensors are quantized, and by
-observers of the same kind with which range. What comes of it is a reference form as
-`optimize.quantization.lowering.qdq` makes it, and from there on there is one way. torch's packed kernels are not on it.
+It makes the same decisions as the FX front end (`optimize.quantization.convert`): the same tensors are quantized, by
+observers of the same kind with the same range. The result is a reference form as `optimize.quantization.lowering.qdq`
+makes it. All later steps are shared. There is no program for torch's packed kernels.
 
-Not torchao's own quantizer for x86: it matches by source partitions, which hold all calls of a module, and fails where
-a network calls one ReLU twice, as torchvision's ResNets do (torchao 0.18: "Input partition has more than one output
-node").
+torchao's own quantizer for x86 is not used. It matches by source partitions, which contain all calls of a module. It
+fails where a network calls one ReLU twice, as torchvision's ResNets do (torchao 0.18: "Input partition has more than
+one output node").
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from optimize.tracing.zero_padding import of_places
 
 _ATEN = torch.ops.aten
 
-#: Layers by weights that are theirs. Transposed convolutions stay in float, as in FX.
+#: Layers with weights. Transposed convolutions stay in float, as in FX.
 _WEIGHTED = frozenset(
     {
         *(getattr(_ATEN, f"conv{rank}d").default for rank in (1, 2, 3)),
@@ -48,14 +48,14 @@ _WEIGHTED = frozenset(
     }
 )
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
-#: What is computed together with what gives its input, so that nothing between them is quantized.
+#: Activations that are fused with the layer in front, so that nothing between them is quantized.
 _RELUS = frozenset({_ATEN.relu.default, _ATEN.relu_.default})
 _BOUNDED = frozenset(
     {_ATEN.relu6.default, _ATEN.hardtanh.default, _ATEN.hardtanh_.default, _ATEN.clamp.default, _ATEN.clamp_.default}
 )
 _PAIRS = frozenset({_ATEN.add.Tensor, _ATEN.add_.Tensor, _ATEN.mul.Tensor, _ATEN.mul_.Tensor})
 _PRODUCTS = frozenset({_ATEN.matmul.default, _ATEN.bmm.default})
-#: What gives the numbers that it is given, or means of them, in the same scale.
+#: Operators that return their input's values, or means of them, in the same scale.
 _SAME_SCALE = frozenset(
     {
         *(_ATEN.max_pool2d.default, _ATEN.avg_pool2d.default, _ATEN.adaptive_avg_pool2d.default, _ATEN.mean.dim),
@@ -68,19 +68,19 @@ _ANNOTATION = "quantization_annotation"
 
 
 def installed() -> bool:
-    """Whether there is a torchao."""
+    """Tell whether torchao is installed."""
     return importlib.util.find_spec("torchao") is not None
 
 
 @dataclass(frozen=True)
 class Watching:
-    """Which observers watch what.
+    """The observers for a program.
 
     Attributes:
-        activation: a new observer of an activation, by the name of the observer.
-        observer: of activations for which nothing else was chosen.
-        weight: how far the range of the weight of the layer of this name reaches, and how many scales it has.
-        chosen: layers in float, and those with an observer of their own.
+        activation: makes a new observer of an activation, by the observer's name.
+        observer: the default observer of activations.
+        weight: gives by layer name the rule for the range of its weight, and the number of scales.
+        chosen: layers in float, and layers with their own observer.
     """
 
     activation: Callable[[Observer], ObserverBase]
@@ -92,13 +92,13 @@ class Watching:
 def prepare_program(
     module: fx.GraphModule, watching: Watching, example: torch.Tensor, target: Target
 ) -> fx.GraphModule:
-    """Export a traced network, and insert what watches tensors, for calibration.
+    """Export a traced network and insert observers, for calibration.
 
     Args:
-        module: see `trace_calls`; in eval mode.
-        watching: what is inserted.
-        example: ``float32 (N, C, H, W)``, N >= 2; N becomes dynamic.
-        target: for whose kernels; it has packed ones.
+        module: see `trace_calls`. It is in eval mode.
+        watching: the observers.
+        example: an input, ``float32 (N, C, H, W)``, N >= 2. N becomes dynamic.
+        target: the target of the kernels. It has packed ones.
     """
     from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 
@@ -111,11 +111,11 @@ def prepare_program(
 
 
 def program_form(prepared: fx.GraphModule, example: torch.Tensor) -> fx.GraphModule:
-    """The reference form of a calibrated program, weights folded to int8; see `explicit_form`.
+    """Return the reference form of a calibrated program, with weights folded to int8. See `explicit_form`.
 
     Args:
-        prepared: as `prepare_program` gives it, on the CPU; it is not changed.
-        example: ``float32 (N, C, H, W)``, N >= 2.
+        prepared: as `prepare_program` gives it, on the CPU. It is not changed.
+        example: an input, ``float32 (N, C, H, W)``, N >= 2.
     """
     form = explicit_form(simulated_program(prepared), example)
     _drop_bounds(form)
@@ -123,16 +123,19 @@ def program_form(prepared: fx.GraphModule, example: torch.Tensor) -> fx.GraphMod
 
 
 def simulated_program(prepared: fx.GraphModule) -> fx.GraphModule:
-    """A calibrated program with explicit quantizers: float arithmetic that rounds as its integers will."""
+    """Return a calibrated program with explicit quantizers: float arithmetic that rounds as its integers will."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
 
-    # Weights are folded behind it, by what folds those of the FX front end.
+    # Weights are folded later, by the code that folds those of the FX front end.
     converted: fx.GraphModule = convert_pt2e(copy.deepcopy(prepared), fold_quantize=False)
     return converted
 
 
 def watched_layers(prepared: fx.GraphModule) -> Iterator[str]:
-    """Name of the layer whose output each observer sees, with its activation or without; '' for what no layer gave."""
+    """Yield for each observer the name of the layer whose output it sees, directly or behind an activation.
+
+    The name is '' if no layer computed it.
+    """
     seen: set[str] = set()
     for node in prepared.graph.nodes:
         if not holds_watcher(prepared, node) or node.target in seen:
@@ -146,14 +149,14 @@ def watched_layers(prepared: fx.GraphModule) -> Iterator[str]:
 
 
 def weighted_layers(prepared: fx.GraphModule) -> Iterator[str]:
-    """Names of the layers whose weights are watched."""
+    """Yield the names of the layers whose weights have an observer."""
     for node in prepared.graph.nodes:
         if node.target in _WEIGHTED and holds_watcher(prepared, node.args[1]):
             yield _module_of(node)
 
 
 def left_in_float(prepared: fx.GraphModule) -> tuple[str, ...]:
-    """A note of the layers whose weights are not watched, if there are any."""
+    """Return a note of the layers whose weights have no observer, if there are any."""
     left = [
         _module_of(node) or node.name
         for node in prepared.graph.nodes
@@ -165,7 +168,7 @@ def left_in_float(prepared: fx.GraphModule) -> tuple[str, ...]:
 
 
 def _cut_weights(module: fx.GraphModule, watching: Watching, most: int) -> None:
-    """Cut what lies beyond the ranges that weights were given, in place, as `choose_weights` does it behind FX."""
+    """Clip weights to their ranges, in place, as `choose_weights` does after FX."""
     for node in module.graph.nodes:
         layer = called_module(module, node)
         if isinstance(layer, _LAYERS) and not watching.chosen.in_float(str(node.target)):
@@ -175,9 +178,9 @@ def _cut_weights(module: fx.GraphModule, watching: Watching, most: int) -> None:
 
 
 class _TargetQuantizer:
-    """torchao's ``Quantizer`` (which it is not asked to be an instance of), for the integers of a target.
+    """A quantizer for torchao's PT2E, for the integers of a target. It need not derive from torchao's ``Quantizer``.
 
-    Each node of the graph is looked at once, in its order; `_integers` are those whose output is quantized.
+    It visits each node of the graph once, in order. `_integers` are the nodes whose output is quantized.
     """
 
     def __init__(self, watching: Watching, most: int) -> None:
@@ -187,11 +190,11 @@ class _TargetQuantizer:
         self._integers: set[fx.Node] = set()
 
     def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
-        """Nothing: attention was written out in the traced network."""
+        """Do nothing: attention was written out in the traced network."""
         return model
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
-        """Say of each node which of its inputs, and whether its output, is quantized, and how."""
+        """Annotate which inputs of each node are quantized, whether its output is, and how."""
         layers = {node: self._is_quantized(model, node) for node in model.graph.nodes if node.target in _WEIGHTED}
         in_integers = integers_at(model.graph, layers)
         _, early = before_layers(model, lambda node: _has_learned(model, node))
@@ -216,27 +219,27 @@ class _TargetQuantizer:
         return model
 
     def validate(self, model: fx.GraphModule) -> None:
-        """Nothing: what comes of it is linted."""
+        """Do nothing: the result is linted."""
 
     def prepare_obs_or_fq_callback(self, model: fx.GraphModule, watchers: Mapping[Any, nn.Module]) -> None:
-        """Nothing: the observers are right as they are."""
+        """Do nothing: the observers are right as they are."""
 
     def _is_quantized(self, model: fx.GraphModule, node: fx.Node) -> bool:
-        """Whether a layer is: it has learned its weight, and it was not chosen to stay in float."""
+        """Tell whether a layer is quantized: it has a learned weight and was not chosen to stay in float."""
         weight: Any = node.args[1]
         own = weight.op == "get_attr" and _has_learned(model, node)
         return own and not self._watching.chosen.in_float(_module_of(node))
 
     def _layer(self, node: fx.Node) -> None:
-        """A layer with its activation: input, weight and what the activation gives."""
+        """Annotate a layer with its activation: input, weight and the activation's output."""
         name = _module_of(node)
-        _, granularity = self._watching.weight(name)  # of what was not cut
+        _, granularity = self._watching.weight(name)  # for weights that were not clipped
         weight = _spec(weight_observer("minmax", granularity, -self._most, self._most))
         inputs = {node.args[0]: self._activation(), node.args[1]: weight}
         self._with_activation(node, inputs, self._activation(self._watching.chosen.observer(name)))
 
     def _pair(self, node: fx.Node) -> None:
-        """A sum or a product of two activations, one of which is in integers already."""
+        """Annotate a sum or a product of two activations, if one of them is quantized already."""
         inputs = node.all_input_nodes
         constant = any(given.op == "get_attr" for given in inputs)
         if len(inputs) != 2 or constant or node.kwargs or not any(given in self._integers for given in inputs):
@@ -244,7 +247,7 @@ class _TargetQuantizer:
         self._with_activation(node, dict.fromkeys(inputs, self._activation()), self._activation())
 
     def _joined(self, node: fx.Node) -> None:
-        """A concatenation: all of it has one scale."""
+        """Annotate a concatenation: all of it has one scale."""
         first, *others = node.all_input_nodes
         if all(given in self._integers for given in (first, *others)):
             shared = _shared(first, node)
@@ -275,7 +278,7 @@ class _TargetQuantizer:
 
 
 def _pads(node: fx.Node) -> bool:
-    """Whether a node puts zeros around what convolutions alone read: FX gives them the scale of that, too."""
+    """Tell whether a node is zero padding that only convolutions read. FX gives it the scale of its input, too."""
     zeros, readers = zeros_in_program(node), [reader.target for reader in node.users]
     return bool(readers) and all(
         reader in CONVOLUTIONS and of_places(zeros, CONVOLUTIONS[reader]) is not None for reader in readers
@@ -283,7 +286,7 @@ def _pads(node: fx.Node) -> bool:
 
 
 def _spec(make: Callable[[], ObserverBase]) -> Any:
-    """What torchao takes for a tensor that new observers of this kind are to watch."""
+    """Return torchao's specification for a tensor with new observers of this kind."""
     from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
     kind: Any = make()
@@ -299,9 +302,9 @@ def _spec(make: Callable[[], ObserverBase]) -> Any:
 
 
 class _Maker:
-    """What torchao calls for a new observer; all that it would say of it is known."""
+    """The factory that torchao calls for a new observer. Its arguments are known already."""
 
-    __name__ = "observer"  # by which it looks for those that want an axis
+    __name__ = "observer"  # torchao recognises per-channel observers by this name
 
     def __init__(self, make: Callable[[], ObserverBase]) -> None:
         self._make = make
@@ -312,7 +315,7 @@ class _Maker:
 
 
 def _watcher(observer: Any) -> nn.Module:
-    """An observer of torch.ao's, as one that torchao (0.18) takes for one: of its own base class."""
+    """Wrap an observer of torch.ao in a class that torchao (0.18) accepts: one with its own base class."""
     from torchao.quantization.pt2e.observer import ObserverBase as Base
 
     class Watcher(Base):  # type: ignore[misc]  # torchao brings no types
@@ -340,7 +343,7 @@ def _shared(given: fx.Node, node: fx.Node) -> Any:
 
 
 def _has_learned(model: fx.GraphModule, node: fx.Node) -> bool:
-    """As `learned`, of a program, in which a layer is an operator and its weights are inputs."""
+    """Tell the same as `learned` in a program, where a layer is an operator and its weights are inputs."""
     inputs = node.all_input_nodes
     weights = [given for given in inputs if given.op == "get_attr"]
     if any(isinstance(attribute(model, str(weight.target)), nn.Parameter) for weight in weights):
@@ -349,13 +352,16 @@ def _has_learned(model: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _module_of(node: fx.Node) -> str:
-    """The module of the traced network that a node was computed in; '' for what none of them did."""
+    """Return the module of the traced network that computed a node, or '' if there is none."""
     stack = node.meta.get("nn_module_stack") or {}
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
 def _in_global_pool(node: fx.Node) -> bool:
-    """Whether a node is of the pool that stays in float; see `optimize.quantization.placement.global_pools`."""
+    """Tell whether a node belongs to the pool that stays in float.
+
+    See `optimize.quantization.placement.global_pools`.
+    """
     stack = node.meta.get("nn_module_stack") or {}
     return any(GlobalPool.__name__ in str(kind) for _, kind in stack.values())
 
@@ -365,7 +371,7 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
 
 
 def _activates(node: fx.Node) -> bool:
-    """Whether a node is a ReLU, with a bound or without: of one number, or as `equalize` writes it, of each channel."""
+    """Tell whether a node is a ReLU, without a bound, with one bound, or with one for each channel as in `equalize`."""
     if node.target in _RELUS:
         return True
     if node.target is _ATEN.minimum.default:
@@ -374,7 +380,7 @@ def _activates(node: fx.Node) -> bool:
 
 
 def _bounds(node: fx.Node) -> float | None:
-    """The bound of a ReLU6, or of what cuts off at 0 and a bound."""
+    """Return the upper bound of a ReLU6, or of a clamp that starts at 0."""
     if node.target is _ATEN.relu6.default:
         return 6.0
     low, high = [*node.args[1:], *node.kwargs.values(), None, None][:2]
@@ -382,9 +388,9 @@ def _bounds(node: fx.Node) -> float | None:
 
 
 def _drop_bounds(form: fx.GraphModule) -> None:
-    """Write a ReLU for each ReLU6 whose bound is the end of the integers behind it, in place: they are the same then.
+    """Write a ReLU for each ReLU6 whose bound is the end of the integers behind it, in place. They are equal then.
 
-    As `optimize.quantization.placement.relu6` does it before FX, so that engines fuse it with the layer.
+    `optimize.quantization.placement.relu6` does the same before FX, so that engines fuse it with the layer.
     """
     for node in list(form.graph.nodes):
         if node.target not in _BOUNDED or (bound := _bounds(node)) is None:
@@ -398,7 +404,7 @@ def _drop_bounds(form: fx.GraphModule) -> None:
 
 
 def _ends(node: fx.Node, bound: float) -> bool:
-    """Whether a quantizer gives its largest integer for the bound, and so for all above it."""
+    """Tell whether a quantizer gives its largest integer for the bound, and thus for all values above it."""
     if quantizing(node) != "quantize_per_tensor":
         return False
     _, scale, zero_point, _, high, _ = node.args

@@ -1,6 +1,6 @@
-"""Observers by name, as torch.ao's, so that they compose with a `QConfigMapping`: which range a tensor is given.
+"""Observers by name, compatible with torch.ao's `QConfigMapping`. An observer finds the range of a tensor.
 
-Those that clip look at a histogram of all that was seen, not at the extremes.
+Observers that clip use a histogram of all values, not only the extremes.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from torch.ao.quantization.observer import (
 
 from optimize.quantization.observers import MeanMinMaxObserver
 
-#: What the names mean, for settings' descriptions.
+#: The meaning of the names, for settings' descriptions.
 MEANING = (
     "minmax (all that was seen), moving-average (the mean over batches of each batch's extremes, all batches of 32 "
     "weighing the same), histogram (torch's search for the least squared error), entropy (least Kullback-Leibler "
     "divergence), percentile (from the 0.01th to the 99.99th), mse (least squared error of all ranges on a grid)"
 )
 
-#: Bins on each side of 0. The largest value seen lies in the upper half of them.
+#: Bins on each side of 0. The largest value seen is in the upper half of them.
 _BINS = 8192
-#: Values that are counted at once. torch.histc counts in the type of the values (2.11 to 2.14): float32 has no odd
-#: number beyond, and a ReLU's zeros are more than that where images are large.
+#: Number of values counted at once. torch.histc (2.11 to 2.14) counts in the dtype of the values. Above this, float32
+#: has no odd numbers, and large images have more zeros behind a ReLU.
 _EXACT = 1 << 24
-#: Percent of the values that `PercentileObserver` keeps below the upper end, and above the lower.
+#: Percentage of values that `PercentileObserver` keeps below the upper end, and above the lower end.
 PERCENTILE = 99.99
-#: Ranges that `MseObserver` tries in each of its searches.
+#: Number of ranges that `MseObserver` tries in each search.
 _TRIED = 128
 
 
 class CountingObserver(UniformQuantizationObserverBase):
     """Counts all values in bins whose width is a power of two, so that a wider range joins bins without rounding.
 
-    What it finds does not depend on the order of batches. Per tensor; values that are not finite are left out.
+    The result does not depend on the order of batches. It is per tensor. Infinite values and NaN are left out.
 
     Attributes:
-        counts: ``float64 (2 * 8192,)``, from the most negative; 0 is the lower edge of bin 8192.
-        exponent: the bins reach from ``-2**exponent`` to ``2**exponent``; None before anything was seen.
-        min_val: the least value seen, ``inf`` before.
-        max_val: the largest value seen, ``-inf`` before.
+        counts: ``float64 (2 * 8192,)``, from the most negative bin; 0 is the lower edge of bin 8192.
+        exponent: the bins reach from ``-2**exponent`` to ``2**exponent``. None: nothing was seen yet.
+        min_val: the least value seen, at first ``inf``.
+        max_val: the largest value seen, at first ``-inf``.
     """
 
     counts: torch.Tensor
@@ -77,14 +77,14 @@ class CountingObserver(UniformQuantizationObserverBase):
         return seen
 
     def _count(self, values: torch.Tensor, end: float) -> None:
-        # Each side for itself: over both, the smallest would be rounded to the other side. What is out of reach is left
-        # out by `histc`; 0 is on both sides.
+        # Count each side alone: in one histogram, the smallest values would be rounded to the other side. `histc`
+        # ignores values out of range. A 0 is counted on both sides.
         below, above = (torch.histc(side, _BINS, 0, end).to(self.counts) for side in (-values, values))
         below[0] -= (values == 0).sum()
         self.counts += torch.cat([below.flip(0), above])
 
     def range(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The least and the largest value that keep their place; beyond is clipped."""
+        """Return the least and the largest value that are kept. Values beyond are clipped."""
         if self.exponent is None or self.min_val == self.max_val:
             return self.min_val, self.max_val
         width = 2.0**self.exponent / _BINS
@@ -92,28 +92,28 @@ class CountingObserver(UniformQuantizationObserverBase):
         return self.min_val.new_tensor(low), self.max_val.new_tensor(high)
 
     def choose(self, counts: torch.Tensor, width: float, least: float, most: float) -> tuple[float, float]:
-        """The range for these counts of bins of this width, within the extremes; each observer's own."""
+        """Return the range for counts of bins of this width, within the extremes. Each observer has its own rule."""
         raise NotImplementedError
 
     def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """Scale and zero point, each ``(1,)``, of the chosen range, widened to hold 0."""
+        """Return scale and zero point, each ``(1,)``, of the chosen range, widened to contain 0."""
         return self._calculate_qparams(*self.range())
 
     def reset_min_max_vals(self) -> None:
-        """Forget all that was seen."""
+        """Forget all values."""
         self.counts.zero_()
         self.min_val.fill_(float("inf"))
         self.max_val.fill_(float("-inf"))
         self.exponent = None
 
     def _reach(self, most: float) -> None:
-        """Widen the bins until the largest magnitude lies below their end."""
-        # most < 2**needed; the floor keeps widths from vanishing. Zeros lie within any bins: a batch of nothing else is
-        # no reason for coarser ones.
+        """Widen the bins until the largest magnitude is below their end."""
+        # most < 2**needed. The floor keeps widths from vanishing. Zeros fit into any bins: a batch of zeros is no
+        # reason for coarser ones.
         needed = max(math.frexp(most)[1], -100) if most else -100
         if self.exponent is None:
             self.exponent = needed
-        # After as many halvings as there are bins' bits, all lies in the two bins around 0.
+        # After as many halvings as the bins' index has bits, all values are in the two bins around 0.
         for _ in range(min(needed - self.exponent, _BINS.bit_length())):
             below, above = self.counts.view(2, _BINS)
             empty = self.counts.new_zeros(_BINS // 2)
@@ -123,7 +123,7 @@ class CountingObserver(UniformQuantizationObserverBase):
 
 
 class PercentileObserver(CountingObserver):
-    """From the 0.01th to the 99.99th percentile of all values, each read to a fraction of a bin."""
+    """The range from the 0.01th to the 99.99th percentile of all values, each to a fraction of a bin."""
 
     def choose(self, counts: torch.Tensor, width: float, least: float, most: float) -> tuple[float, float]:
         """See `CountingObserver.choose`."""
@@ -138,16 +138,16 @@ class PercentileObserver(CountingObserver):
 
 
 class MseObserver(CountingObserver):
-    """Of all ranges on a grid the one whose integers have the least squared error over all values.
+    """The range of a grid whose integers have the least squared error over all values.
 
-    First both ends shrink together, then each alone, twice. A bin's values stand for its centre.
+    Both ends shrink together first, then each alone, twice. A bin counts as values at its centre.
     """
 
     def choose(self, counts: torch.Tensor, width: float, least: float, most: float) -> tuple[float, float]:
         """See `CountingObserver.choose`."""
         used = counts > 0
         values = ((torch.arange(len(counts), dtype=torch.float64) - _BINS + 0.5) * width)[used]
-        # 0 is what a ReLU gives most often, and it is exact.
+        # 0 is the most frequent value behind a ReLU, and it is exact.
         values[values == 0.5 * width] = 0.0
         shares = torch.arange(1, _TRIED + 1, dtype=torch.float64) / _TRIED
         low, high = torch.tensor(min(least, 0.0)), torch.tensor(max(most, 0.0))
@@ -161,7 +161,7 @@ class MseObserver(CountingObserver):
     def _best(
         self, values: torch.Tensor, counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The one of the ranges ``(low[i], high[i])`` with the least error; the widest of equals."""
+        """Return the range ``(low[i], high[i])`` with the least error. Among equals it is the widest."""
         scale, zero = (part.double().to(low.device) for part in self._calculate_qparams(low.float(), high.float()))
         error = torch.stack([self._error(values, counts, s, z) for s, z in zip(scale, zero, strict=True)])
         chosen = len(error) - 1 - int(error.flip(0).argmin())
@@ -175,12 +175,13 @@ class MseObserver(CountingObserver):
 
 
 class EntropyObserver(CountingObserver):
-    """The threshold of magnitude whose integers tell least away: least Kullback-Leibler divergence.
+    """The magnitude threshold whose integers lose the least information: least Kullback-Leibler divergence.
 
-    After S. Migacz, 8-bit Inference with TensorRT (GTC 2017), slides 38 to 40: of a histogram of magnitudes of at most
-    2048 bins, each beginning, with the rest heaped on its last bin, is compared with itself in as many levels as there
-    are integers, each level spread over those of its bins that are not empty. The bin of 0 counts as its neighbour
-    does, as in NVIDIA's pytorch-quantization 2.1 (``calib/histogram.py``): 0 is exact under every threshold.
+    Source: S. Migacz, 8-bit Inference with TensorRT (GTC 2017), slides 38 to 40. It uses a histogram of magnitudes with
+    at most 2048 bins. For each threshold, the bins below it, with all counts beyond it added to the last one, are
+    compared with their quantized form. That form has one level for each integer. Each level is spread over its
+    non-empty bins. The bin of 0 gets the count of its neighbour, as in NVIDIA's pytorch-quantization 2.1
+    (``calib/histogram.py``), because 0 is exact under every threshold.
     """
 
     def choose(self, counts: torch.Tensor, width: float, least: float, most: float) -> tuple[float, float]:
@@ -198,14 +199,17 @@ class EntropyObserver(CountingObserver):
         return max(least, -threshold), min(most, threshold)
 
     def _levels(self, least: float) -> int:
-        """Integers that magnitudes are spread over: all, or one side's where there are negative values, too."""
+        """Return the number of integers for magnitudes: all, or one side's if there are negative values."""
         integers = self.quant_max - self.quant_min + 1
         symmetric = self.qscheme in (torch.per_tensor_symmetric, torch.per_channel_symmetric)
         return int(integers if least >= 0 and not symmetric else (integers + 1) // 2)
 
 
 def _divergence(magnitudes: torch.Tensor, end: int, levels: int) -> torch.Tensor:
-    """KL divergence in nats of the first ``end`` bins, the rest on the last, from their form in ``levels`` levels."""
+    """Return the KL divergence in nats between the first ``end`` bins and their form in ``levels`` levels.
+
+    Counts of the other bins are added to the last bin.
+    """
     inside = magnitudes[:end]
     clipped = inside.clone()
     clipped[-1] += magnitudes[end:].sum()
@@ -214,26 +218,26 @@ def _divergence(magnitudes: torch.Tensor, end: int, levels: int) -> torch.Tensor
     total = inside.new_zeros(levels).index_add_(0, level, inside)
     bins = inside.new_zeros(levels).index_add_(0, level, filled)
     spread = (total / bins.clamp(min=1))[level] * filled
-    if clipped[-1] > 0 and spread[-1] == 0:  # what is clipped would have no probability
+    if clipped[-1] > 0 and spread[-1] == 0:  # clipped values would have no probability
         return inside.new_tensor(float("inf"))
     p, q = clipped / clipped.sum().clamp(min=1), spread / spread.sum().clamp(min=1)
     present = p > 0
     return (p[present] * (p[present] / q[present]).log()).sum()
 
 
-#: One scale for each output channel of a layer's weight, or one in all.
+#: One scale for each output channel of a layer's weight, or one for all.
 Granularity = Literal["per-channel", "per-tensor"]
 WeightObserver = Literal["minmax", "percentile", "mse"]
 
 
 class WeightRange(PerChannelMinMaxObserver):
-    """Of a weight, symmetric ranges, which may end before the largest value; the last tensor counts.
+    """Finds symmetric ranges of a weight, which may end before the largest value. Only the last tensor counts.
 
-    One scale in all is written as equal scales of all channels, which every kernel and graph takes.
+    One scale for all is stored as equal scales of all channels. Every kernel and graph accepts that.
 
     Args:
-        kind: where a range ends.
-        whole: whether all channels have one.
+        kind: the rule for the end of a range.
+        whole: whether all channels share one range.
         settings: as `PerChannelMinMaxObserver`'s.
     """
 
@@ -242,14 +246,14 @@ class WeightRange(PerChannelMinMaxObserver):
         self.kind, self.whole = kind, whole
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        """Find the ranges of ``seen``, whose axis 0 are channels, and pass it on."""
+        """Find the ranges of ``seen``, whose axis 0 is channels, and pass it on."""
         rows = seen.detach().float().flatten(1)
         most = self._ends(rows.flatten()[None] if self.whole else rows).expand(len(rows)).contiguous()
         self.min_val, self.max_val = -most, most
         return seen
 
     def _ends(self, rows: torch.Tensor) -> torch.Tensor:
-        """The largest magnitude of each row that keeps its place, ``(rows,)``."""
+        """Return the largest magnitude of each row that is kept, ``(rows,)``."""
         most = rows.abs().amax(1)
         if self.kind == "percentile":
             kept = math.ceil(rows.shape[1] * PERCENTILE / 100)
@@ -257,7 +261,7 @@ class WeightRange(PerChannelMinMaxObserver):
         return self._least_error(rows, most) if self.kind == "mse" else most
 
     def _least_error(self, rows: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-        """Of 128 shares of each row's largest magnitude the one with the least squared error."""
+        """Return for each row the one of 128 shares of its largest magnitude with the least squared error."""
         levels = (self.quant_max - self.quant_min) / 2
         best, least = most, torch.full_like(most, float("inf"))
         for number in range(_TRIED, 0, -1):
@@ -269,7 +273,7 @@ class WeightRange(PerChannelMinMaxObserver):
 
 
 def weight_observer(kind: WeightObserver, granularity: Granularity, low: int, high: int) -> Any:
-    """What makes observers of weights, symmetric in ``[low, high]``, for a `QConfig`."""
+    """Return a factory of weight observers, symmetric in ``[low, high]``, for a `QConfig`."""
     return WeightRange.with_args(
         kind=kind,
         whole=granularity == "per-tensor",
@@ -281,12 +285,12 @@ def weight_observer(kind: WeightObserver, granularity: Granularity, low: int, hi
 
 
 def cut(weight: torch.Tensor, kind: WeightObserver, granularity: Granularity, most: int) -> torch.Tensor:
-    """A weight, channels first, without what lies beyond the range that an observer of this kind gives it.
+    """Return a weight, channels first, clipped to the range that an observer of this kind finds.
 
     Args:
         weight: ``float32 (C, …)``.
-        kind: how the range is found.
-        granularity: of how many scales.
+        kind: the rule for the range.
+        granularity: the number of scales.
         most: largest integer.
     """
     observer = weight_observer(kind, granularity, -most, most)().to(weight.device)
@@ -296,7 +300,7 @@ def cut(weight: torch.Tensor, kind: WeightObserver, granularity: Granularity, mo
     return weight.clamp(observer.quant_min * ends, observer.quant_max * ends)
 
 
-#: The observer of each name.
+#: The observers by name.
 OBSERVERS: dict[str, type[ObserverBase]] = {
     "minmax": MinMaxObserver,
     "moving-average": MeanMinMaxObserver,

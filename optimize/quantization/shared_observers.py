@@ -1,13 +1,13 @@
-"""Whoever reads one tensor reads the same integers: watchers that torch.ao puts in twice, or parts, made one.
+"""Gives all readers of a tensor the same integers: duplicate or split observers of torch.ao are merged.
 
-Two faults of torch.ao (2.11 to 2.14) in preparing for its packed kernels:
+torch.ao (2.11 to 2.14) has two faults when it prepares for its packed kernels:
 
-- A layer norm has no range of its own in the x86 backend; each of its readers that takes integers has. When it is
-  packed, with one of their quantizers, the others are given integers and quantize them again, or normalise them, which
-  fails (Swin's second version, where a sum and a view read one norm; timm's MambaOut, where a sum and a norm do).
-- What is concatenated shares one range, and so does what a view, a pool or a clamp gives with what it is given; where
-  that is concatenated (the patches of a ViT behind its class token, a pool in Inception, a ReLU6 in a Res2Net), the
-  first takes it away from the second. The packed program then concatenates integers of different scales, and warns.
+- A layer norm has no output range in the x86 backend, but each of its integer readers has one. It is packed with one of
+  their quantizers. The other readers get integers and quantize them again, or normalise them, which fails. Swin's
+  second version has such a norm, read by a sum and a view. In timm's MambaOut a sum and a norm read it.
+- Concatenated tensors share one range. A view, a pool or a clamp shares the range of its input. If that input is
+  concatenated, the first rule overrides the second. Examples are the patches of a ViT behind its class token, a pool in
+  Inception, and a ReLU6 in a Res2Net. The packed program then concatenates integers of different scales, and warns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optimize.quantization.targets import Target
 
 _SHARED = ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT
 
-#: Operators that only say otherwise in which order a tensor's elements are, or take some of them.
+#: Operators that only reorder or select elements of a tensor.
 _VIEWS = frozenset(
     {"reshape", "view", "permute", "transpose", "contiguous", "squeeze", "unsqueeze", torch.flatten, torch.transpose}
     | {functional.max_pool2d, nn.MaxPool2d}
@@ -30,11 +30,12 @@ _VIEWS = frozenset(
 
 
 def share_watchers(prepared: fx.GraphModule, target: Target) -> None:
-    """Let all readers of a layer norm read one watcher, and what keeps a scale share it with what it reads, in place.
+    """Give all readers of a layer norm one observer, and operators that keep the scale their input's, in place.
 
     Args:
         prepared: with observers or fake-quantize modules.
-        target: what it was prepared for; its kernels, if torch has any, are what keeps a scale.
+        target: the target that it was prepared for. If torch has kernels for it, they tell which operators keep the
+            scale.
     """
     configs = target.backend_config().configs if target.packed else ()
     keeping = _VIEWS | {config.pattern for config in configs if config.observation_type is _SHARED} - TOGETHER
@@ -55,7 +56,7 @@ def _read_alike(prepared: fx.GraphModule, norm: fx.Node) -> None:
     if not watching or len(norm.users) == 1:
         return
     first = watching[0]
-    norm.append(first)  # right behind it, before all who read it
+    norm.append(first)  # right behind it, before all its readers
     for other in watching[1:]:
         other.replace_all_uses_with(first)
         prepared.graph.erase_node(other)
@@ -69,7 +70,7 @@ def _watcher(prepared: fx.GraphModule, node: fx.Node) -> nn.Module:
 
 
 def _replace(prepared: fx.GraphModule, old: nn.Module, new: nn.Module) -> None:
-    """Let ``new`` watch wherever ``old`` did."""
+    """Put observer ``new`` everywhere in the place of ``old``."""
     if old is new:
         return
     for name, module in list(prepared.named_modules(remove_duplicate=False)):

@@ -1,7 +1,7 @@
-"""A calibrated model in float arithmetic that rounds as its integers will: what int8 does to it, layer by layer.
+"""A calibrated model in float arithmetic that rounds as its integers will. It shows what int8 does to each layer.
 
-Every observed tensor and every weight is quantized and dequantized at once. It needs no kernel and no conversion, and
-each of its layers can be looked at and changed.
+Every observed tensor and every weight is quantized and dequantized at once. This needs no kernel and no conversion.
+Each layer can be inspected and changed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class _Rounded(nn.Module):
 
 
 def weighted(prepared: fx.GraphModule) -> dict[str, nn.Module]:
-    """The convolutions and linear layers of a prepared model that will be quantized, in the graph's order.
+    """Return the convolutions and linear layers of a prepared model that will be quantized, in the graph's order.
 
-    By the name by which the graph calls them; a layer that is fused with its ReLU is called as both, and stands here
-    itself.
+    The keys are the names that the graph calls. The graph calls a layer that is fused with its ReLU as one module. The
+    value is then the layer alone.
     """
     found: dict[str, nn.Module] = {}
     for node in prepared.graph.nodes:
@@ -52,7 +52,7 @@ def weighted(prepared: fx.GraphModule) -> dict[str, nn.Module]:
 
 
 def weight_grid(prepared: fx.GraphModule, name: str) -> tuple[torch.Tensor, int, int]:
-    """Scale of the weight of a layer, of a shape that multiplies with it, and its least and largest integer."""
+    """Return the scale of a layer's weight, in a shape that broadcasts with it, and its least and largest integer."""
     weight: torch.Tensor = weighted(prepared)[name].weight  # type: ignore[assignment]
     qconfig: QConfig = prepared.get_submodule(name).qconfig  # type: ignore[assignment]
     observer: Any = qconfig.weight().to(weight.device)
@@ -63,10 +63,10 @@ def weight_grid(prepared: fx.GraphModule, name: str) -> tuple[torch.Tensor, int,
 
 
 def simulated(prepared: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a calibrated model that rounds all tensors, and weights to the nearest, as its integers will.
+    """Return a copy of a calibrated model that rounds all tensors as its integers will, and weights to the nearest.
 
     Args:
-        prepared: with observers that have seen images; it is not changed.
+        prepared: with observers that have seen images. It is not changed.
     """
     module = copy.deepcopy(prepared)
     for name, layer in list(weighted(module).items()):
@@ -85,7 +85,7 @@ def simulated(prepared: fx.GraphModule) -> fx.GraphModule:
 
 
 def unwatched(prepared: fx.GraphModule) -> fx.GraphModule:
-    """A copy of the same graph in float: what watches passes on, cut at a ReLU6's bound where it was (see `bind`)."""
+    """Return a copy of the same graph in float. Observers become identities that keep a ReLU6's bound (see `bind`)."""
     module = copy.deepcopy(prepared)
     for name, layer in list(module.named_modules(remove_duplicate=False)):
         if isinstance(layer, ObserverBase):
@@ -96,15 +96,15 @@ def unwatched(prepared: fx.GraphModule) -> fx.GraphModule:
 
 
 def each_alone(prepared: fx.GraphModule, plain: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
-    """For each layer that will be quantized the model with that one alone rounded: weight, what it reads and gives.
+    """Yield for each layer to be quantized the model with only that layer rounded: its weight, input and output.
 
     Args:
-        prepared: with observers that have seen images; it is not changed.
-        plain: the same with the float network's weights, where ``prepared`` may have some that were cut to a range; its
+        prepared: with observers that have seen images. It is not changed.
+        plain: the same with the float network's weights, as those of ``prepared`` may be clipped to a range. Its
             observers need not have seen anything.
 
     Yields:
-        The layer's name, and the model: always the same object, which is another one as soon as the next is asked for.
+        The layer's name, and the model. It is always the same object, and the next step changes it.
     """
     rounded, module = simulated(prepared), unwatched(plain)
     passing = {

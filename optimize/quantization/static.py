@@ -1,4 +1,4 @@
-"""Static quantization without training: observers that training images settle, and what is made of them."""
+"""Static quantization without training: training images calibrate the observers, and the result is converted."""
 
 from __future__ import annotations
 
@@ -45,17 +45,16 @@ class Static(Choices, Recovery):
 def observing(
     load: Callable[[], nn.Module], config: Static, chosen: Chosen, example: torch.Tensor
 ) -> Callable[[Observer], fx.GraphModule]:
-    """What makes a network with observers, as its settings want it; a new one with each call.
+    """Return a function that makes a new network with observers, as the settings say, with each call.
 
     Args:
-        load: gives the float network, in eval mode. It is asked with each call, so that nothing holds a network beside
-            the one that is made.
-        config: the settings, of which the observer is not read: it may be ``auto``.
-        chosen: what their patterns mean for the model.
-        example: ``float32 (N, C, H, W)``.
+        load: gives the float network, in eval mode. It is called each time, so that no second network stays in memory.
+        config: the settings. Their observer is not used, as it may be ``auto``.
+        chosen: the settings' patterns, resolved for the model.
+        example: an input, ``float32 (N, C, H, W)``.
 
     Returns:
-        Given the name of an observer of activations, the network, not calibrated.
+        A function from the name of an activation observer to the uncalibrated network.
     """
     target = target_named(config.target)
 
@@ -70,7 +69,7 @@ def observing(
 
 
 def calibrating(config: Static, context: Context) -> Loader:
-    """The training images that ranges are calibrated on."""
+    """Return the training images on which ranges are calibrated."""
     seed = context.seed if config.seed is None else config.seed
     return dataclasses.replace(context, seed=seed).calibration(config.images)
 
@@ -84,7 +83,7 @@ def observer_of(
     *,
     simulate: Callable[[fx.GraphModule], fx.GraphModule] = simulated,
 ) -> tuple[Observer, str]:
-    """Which observer the activations have: that of the settings, or what ``auto`` comes to.
+    """Return the observer of activations: the configured one, or the choice of ``auto``.
 
     Args:
         config: the settings.
@@ -92,10 +91,10 @@ def observer_of(
         module: the float network, in eval mode.
         context: preprocessing and device.
         shown: see `calibrating`.
-        simulate: gives of a calibrated network one that rounds as its integers will.
+        simulate: turns a calibrated network into one that rounds as its integers will.
 
     Returns:
-        Its name, and a note of what ``auto`` tried, empty where it was not asked for.
+        Its name, and a note of what ``auto`` tried. The note is empty without ``auto``.
     """
     if config.observer != AUTO:
         return config.observer, ""
@@ -104,14 +103,14 @@ def observer_of(
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """What differs between the front ends: from an observer's name to a network with observers, and what is made of it.
+    """The steps in which the front ends differ, from an observer's name to the written network.
 
     Attributes:
-        observed: a new network with observers, not calibrated.
-        simulate: gives of a calibrated one what rounds as its integers will.
-        watched: names, for each observer, the layer whose output it sees.
-        layers: names those with weights that will be quantized.
-        write: writes a calibrated one, on the CPU, into a folder.
+        observed: makes a new uncalibrated network with observers.
+        simulate: turns a calibrated network into one that rounds as its integers will.
+        watched: gives for each observer the name of the layer whose output it sees.
+        layers: gives the names of the layers with weights that will be quantized.
+        write: writes a calibrated network, on the CPU, into a folder.
     """
 
     observed: Callable[[Observer], fx.GraphModule]
@@ -122,12 +121,12 @@ class FrontEnd:
 
 
 def fx_front_end(config: Static, observed: Callable[[Observer], fx.GraphModule], example: torch.Tensor) -> FrontEnd:
-    """torch.ao's graph mode.
+    """Return the front end of torch.ao's FX graph mode.
 
     Args:
         config: the settings.
         observed: see `observing`.
-        example: ``float32 (N, C, H, W)``.
+        example: an input, ``float32 (N, C, H, W)``.
     """
     target = target_named(config.target)
     return FrontEnd(
@@ -142,26 +141,26 @@ def fx_front_end(config: Static, observed: Callable[[Observer], fx.GraphModule],
 def quantize(
     parent: Artifact, config: Static, chosen: Chosen, context: Context, folder: Path, *, front: FrontEnd
 ) -> Product:
-    """Calibrate a network with observers, mend it as the settings say, write and check it.
+    """Calibrate a network with observers, improve it as the settings say, write it and check it.
 
     Args:
         parent: the float module.
         config: the settings.
-        chosen: what their patterns mean for the model.
+        chosen: the settings' patterns, resolved for the model.
         context: data, preprocessing, device.
         folder: where to write.
         front: makes the network with observers, and writes it.
 
     Raises:
         NotApplicableError: there is nothing to quantize.
-        PassError: what was written answers as something else.
+        PassError: the written artifact gives other answers.
     """
     shown, images = calibrating(config, context), context.example(IMAGES)
     module = parent.module()
     with torch.no_grad():
         expected = module(images)
     observer, tried = observer_of(config, front.observed, module, context, shown, simulate=front.simulate)
-    del module  # beside what is made of it, it would be a copy of all weights
+    del module  # it would be a second copy of all weights
     prepared = front.observed(observer)
     overridden = (*overrides_note(front.watched(prepared), chosen), *weights_note(front.layers(prepared), chosen))
     prepared.to(context.device)

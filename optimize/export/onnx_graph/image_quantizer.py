@@ -2,8 +2,8 @@
 
 OpenVINO (2026.4.1, its pass ``EliminateFakeQuantize``) removes a quantizer that maps every pixel to within half a step
 of itself. The first layer then reads the pixels. Every pixel that the quantizer would have rounded to the next integer
-is a step off. This happens where all channels are normalised alike and images use the whole range, such as with a mean
-and a standard deviation of 0.5. In a small network 9 % of the first layer's integers were up to 3 steps off, and 2.5 %
+is a step off. This happens where all channels are normalised alike and images use the whole range, for example with 0.5
+as mean and standard deviation. In a small network 9 % of the first layer's integers were up to 3 steps off, and 2.5 %
 of its answers differed. The pass recognises pixels behind one cast, but not behind two.
 """
 

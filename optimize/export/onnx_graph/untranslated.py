@@ -47,7 +47,7 @@ def _write_hypotenuse(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _write_products(graph: fx.Graph, node: fx.Node) -> None:
-    """Multiply each place by the one before it, then by the one two before, four …
+    """Multiply each place by the one before it, then by the one two before, four and so on.
 
     This takes one step for each bit of the size.
     """

@@ -1,5 +1,5 @@
-"""Nodes of a traced network, and how they are edited: what every rewrite of the quantizing passes uses.
+"""Finds and edits nodes of a traced network. Every rewrite of the quantizing passes uses it.
 
-In: an FX graph module. Does: finds nodes, their layers, readers and quantizers; inserts and replaces.
-Out: the same module, edited in place.
+In: an FX graph module. Does: finds nodes, their layers, readers and quantizers, and replaces them. Out: the same
+module, edited in place.
 """

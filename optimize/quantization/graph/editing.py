@@ -1,4 +1,4 @@
-"""Writing nodes, layers and constants into a traced module, in the place of a node."""
+"""Writes nodes, layers and constants into a traced module, in the place of a node."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from optimize.tracing.naming import free_name
 
 
 class Writer:
-    """Writes nodes where the graph inserts them, and layers and tensors under one name."""
+    """Writes nodes at the graph's insertion point, and layers and tensors under one name."""
 
     def __init__(self, module: fx.GraphModule, name: str) -> None:
         self.module, self.name = module, name
 
     def function(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A function's call."""
+        """Write a function call."""
         return self.module.graph.call_function(function, args, kwargs)
 
     def method(self, name: str, *args: Any) -> fx.Node:
-        """A call of the first argument's method."""
+        """Write a method call on the first argument."""
         return self.module.graph.call_method(name, args)
 
     def linear(self, name: str, given: fx.Node, weight: torch.Tensor, bias: torch.Tensor | None) -> fx.Node:
-        """A linear layer with copies of these weights, ``(out, in)`` and ``(out,)``."""
+        """Write a linear layer with copies of these weights, ``(out, in)`` and ``(out,)``."""
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
         layer.weight = nn.Parameter(weight.detach().clone())
         if bias is not None:
@@ -36,15 +36,15 @@ class Writer:
         return self._layer(name, layer, given)
 
     def softmax(self, scores: fx.Node, dropout: float = 0.0) -> fx.Node:
-        """What share of its attention each key has, as one training may drop."""
+        """Write the softmax of attention scores, and a dropout for training."""
         return self.dropout(self.function(functional.softmax, scores, dim=-1), dropout, "attention_dropout")
 
     def dropout(self, given: fx.Node, share: float, name: str = "dropout") -> fx.Node:
-        """A dropout, where there is any."""
+        """Write a dropout, if its share is not 0."""
         return self._layer(name, nn.Dropout(share), given) if share else given
 
     def constant(self, name: str, value: torch.Tensor, *, trained: bool = True) -> fx.Node:
-        """A tensor of the model's own; one that is ``trained`` is a parameter."""
+        """Write a read of a tensor that the model owns. A ``trained`` one is a parameter."""
         owner = self.module.get_submodule(self.name)
         if trained:
             owner.register_parameter(name, nn.Parameter(value.detach().clone()))
@@ -58,30 +58,30 @@ class Writer:
 
 
 def replace(node: fx.Node, answer: fx.Node) -> None:
-    """Let all who read ``node`` read ``answer``, which has its shape."""
+    """Make all readers of ``node`` read ``answer``, which has the same shape."""
     answer.meta.setdefault("tensor_meta", node.meta.get("tensor_meta"))
     node.replace_all_uses_with(answer)
     node.graph.erase_node(node)
 
 
 def scaled(bias: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-    """A bias times ``scale``, where there is one."""
+    """Return a bias times ``scale``, and None without a bias."""
     return None if bias is None else bias * scale
 
 
 def shape_of(node: Any) -> torch.Size | None:
-    """The shape that a node's tensor has for the example; None where it is no tensor."""
+    """Return the shape of a node's tensor for the example, or None if it is no tensor."""
     meta = node.meta.get("tensor_meta") if isinstance(node, fx.Node) else None
     return getattr(meta, "shape", None)
 
 
 def is_float(operand: Any) -> bool:
-    """Whether an operand is a tensor of floats: masks, whole, double and complex numbers have no range."""
+    """Tell whether an operand is a float32 tensor. Masks, integers, doubles and complex numbers have no range."""
     return shape_of(operand) is not None and operand.meta["tensor_meta"].dtype == torch.float32
 
 
 def made_of(node: fx.Node) -> Iterator[fx.Node]:
-    """A node, and all that it is computed from."""
+    """Yield a node, and all nodes from which it is computed."""
     waiting, met = [node], {node}
     while waiting:
         found = waiting.pop()
@@ -92,15 +92,15 @@ def made_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def computed(factor: Any) -> bool:
-    """Whether a node depends on the images."""
+    """Tell whether a node depends on the images."""
     return isinstance(factor, fx.Node) and any(node.op == "placeholder" for node in made_of(factor))
 
 
 def fold_constants(module: fx.GraphModule) -> int:
-    """Compute what depends on no image, such as a table of positions as scores need it, in place.
+    """Compute all values that do not depend on the images, such as a table of positions for scores, in place.
 
     Returns:
-        How many tensors took the place of computations; those of parameters are parameters.
+        The number of computations replaced by tensors. Float tensors become parameters.
     """
     depends: set[fx.Node] = set()
     for node in module.graph.nodes:

@@ -1,4 +1,4 @@
-"""Reading a network with explicit quantizers: which nodes quantize, and which only move numbers."""
+"""Finds the nodes of a network with explicit quantizers that quantize, and those that only move values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 
 _ATEN = torch.ops.aten
 
-#: What moves numbers and changes none, in eval mode.
+#: Operators that move values and do not change them, in eval mode.
 MOVES = frozenset(
     {
         *(getattr(_ATEN, name).default for name in ("view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "t")),
@@ -22,7 +22,7 @@ MOVES = frozenset(
 
 
 def quantizing(node: Any) -> str:
-    """Name of a node's operator, if it is one of those that quantize and dequantize; else ''."""
+    """Return the name of a node's operator if it quantizes or dequantizes, else ''."""
     target = node.target if isinstance(node, fx.Node) else None
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "quantized_decomposed":
         return target._schema.name.split("::")[1]
@@ -30,12 +30,12 @@ def quantizing(node: Any) -> str:
 
 
 def quantizers(module: fx.GraphModule, operator: str) -> Iterator[fx.Node]:
-    """The nodes of a program that quantize or dequantize by this operator; they may be erased meanwhile."""
+    """Return the nodes of a program that quantize or dequantize with this operator. They may be erased meanwhile."""
     return (node for node in list(module.graph.nodes) if quantizing(node) == operator)
 
 
 def moved(node: Any) -> Any:
-    """What a node's numbers are of: the node behind those that only move them."""
+    """Return the source of a node's values: the first node before it that does not only move values."""
     while isinstance(node, fx.Node) and node.target in MOVES:
         node = node.args[0]
     return node

@@ -1,4 +1,4 @@
-"""What the nodes of a traced network are called once torch.ao has prepared it, which fuses some into one."""
+"""The names of a traced network's nodes after torch.ao has prepared it and fused some of them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from torch import fx
 
 
 def nodes_in(prepared: fx.GraphModule, traced: fx.GraphModule) -> dict[str, str]:
-    """For each node of ``traced`` whose value ``prepared`` computes, the node that gives it there.
+    """Return for each node of ``traced`` whose value ``prepared`` computes the name of the node that gives it there.
 
-    A convolution with its norm and its activation becomes one node, called as the convolution, which gives what the
-    last of them gave (of a ReLU6, before the range of what follows cuts it); what lay between is not there any more.
+    A convolution with its norm and its activation becomes one node with the convolution's name. It gives the value of
+    the last of them. For a ReLU6 that is the value before the next range clips it. The values between them no longer
+    exist.
 
     Args:
         prepared: by `optimize.quantization.convert.prepare`.
-        traced: what it was made of.
+        traced: the network that was prepared.
     """
     there = {node.name for node in prepared.graph.nodes}
     found = {}

@@ -1,7 +1,7 @@
-"""What is written in place, read by the name of what wrote it: quantized, a tensor and what is read of it are two.
+"""Names in-place writes: later readers of an overwritten tensor read the node that wrote it.
 
-A watcher hands on the very tensor that it is given, so that a network that is calibrated still sees what a ``relu_``
-writes into a tensor that it goes on with by its old name. Between a quantizer and a dequantizer there is a copy.
+An observer passes on the very tensor that it gets. So a network under calibration still sees what a ``relu_`` writes
+into a tensor, even if it reads that tensor by its old name. Between a quantizer and a dequantizer the tensor is a copy.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _OPERATORS = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 
 
 def name_written(module: fx.GraphModule, example: torch.Tensor) -> int:
-    """Let all who read a tensor after it was written into read what wrote it, in place.
+    """Make all later readers of an overwritten tensor read the node that wrote it, in place.
 
     Args:
         module: traced, in eval mode.
-        example: ``float32 (N, C, H, W)``.
+        example: an input, ``float32 (N, C, H, W)``.
 
     Returns:
-        How many reads were named anew.
+        The number of changed reads.
 
     Raises:
-        PassError: a part of a tensor is written into, and the whole is read afterwards.
+        PassError: a part of a tensor is overwritten, and the whole tensor is read afterwards.
     """
     if not any(writes(module, node) and _read_afterwards(module, node) for node in module.graph.nodes):
-        return 0  # it is not run for that
+        return 0  # nothing to run the network for
     seen = _Writing(copy.deepcopy(module))
     with torch.no_grad():
         seen.run(example.clone())
@@ -62,7 +62,7 @@ def name_written(module: fx.GraphModule, example: torch.Tensor) -> int:
 
 
 def writes(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node may write into what it is given first."""
+    """Tell whether a node may write into its first input."""
     if not node.all_input_nodes or node.op in ("output", "get_attr"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -76,7 +76,7 @@ def writes(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _read_afterwards(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether somebody reads behind a node what it may write into: its input, or what that may be a view of."""
+    """Tell whether a later node reads what a node may overwrite: its input, or a tensor of which that may be a view."""
     given = node.all_input_nodes[0]
     while True:
         if any(node < user for user in given.users):
@@ -88,10 +88,10 @@ def _read_afterwards(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 class _Writing(fx.Interpreter):
-    """Notes by name where in memory each node's tensor lies, and what each node writes into."""
+    """Records by name the memory of each node's tensor, and what each node writes into."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)  # or another tensor may come to lie in the same place
+        super().__init__(module, garbage_collect_values=False)  # otherwise memory would be used again
         self.memory: dict[str, tuple[Any, ...]] = {}
         self.written: dict[str, list[str]] = {}
 

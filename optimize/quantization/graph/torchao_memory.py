@@ -1,4 +1,4 @@
-"""What torch.ao leaves behind of the networks that it was given, and how it goes."""
+"""Frees the memory that torch.ao keeps of the networks that it converted."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from optimize.memory import collect
 
 @contextlib.contextmanager
 def forgotten(network: nn.Module) -> Iterator[None]:
-    """Let the copies go, at the end, that torch.ao makes of a network in here.
+    """Free the copies that torch.ao makes of a network in the block, at its end.
 
-    torch.ao (2.13 and 2.14; years ago there was no cache) keeps each network that it has prepared or converted for as
-    long as the process lives, in that of `assert_and_get_unique_device`: three float copies for each variant.
+    torch.ao (2.13 and 2.14; older versions had no cache) keeps each network that it prepared or converted for as long
+    as the process lives. The cache is that of `assert_and_get_unique_device`. It holds three float copies for each
+    variant.
 
     Args:
-        network: what is given to it.
+        network: the network that torch.ao gets.
     """
     size = sum(parameter.nbytes for parameter in network.parameters())
     try:

@@ -1,9 +1,8 @@
-"""The scores of attention in float: what is computed between a product, or a layer, and a softmax is not quantized.
+"""Keeps attention scores in float: all operators between a product or a layer and a softmax.
 
-A softmax is exponential in its scores: a step of their range is an error of the share, and none of what adds a position
-or a mask to them gains from integers. TensorRT's documentation ("Explicit Quantization") and ONNX Runtime's own
-quantizer of transformers leave them in float, too. The shares that it gives are integers again, of the range that they
-have.
+A softmax is exponential in its scores, so a step of their range is an error of the share. Operators that add a position
+or a mask gain nothing from integers. TensorRT's documentation ("Explicit Quantization") and ONNX Runtime's own
+quantizer of transformers also leave them in float. The resulting shares are integers again, with their own range.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.nn import functional
 from optimize.quantization.graph.nodes import SUMS, called_function, called_module, is_watcher, remove_watcher
 
 _SOFTMAX = (functional.softmax, torch.softmax, "softmax")
-#: What computes with scores on their way, with constants or masks.
+#: Operators that combine scores with constants or masks.
 _ARITHMETIC = frozenset(
     {
         *SUMS,
@@ -29,10 +28,10 @@ _BETWEEN = _ARITHMETIC | {"view", "reshape", "unsqueeze", "squeeze", "contiguous
 
 
 def call_softmax(module: fx.GraphModule) -> None:
-    """Make each softmax that is a module a function's call, in place.
+    """Write each softmax module as a function call, in place.
 
-    What the module gives, torch.ao (2.11 to 2.14) rounds to steps of 1/256 whatever it is: of 200 tokens that are
-    looked at alike, a share is one step. What the function gives has the range that is seen.
+    torch.ao (2.11 to 2.14) rounds the output of the module to steps of 1/256, whatever its range. With 200 tokens of
+    equal weight, a share is one step. The output of the function gets the observed range.
     """
     for node in list(module.graph.nodes):
         called = called_module(module, node)
@@ -45,15 +44,15 @@ def call_softmax(module: fx.GraphModule) -> None:
 
 
 def free_scores(prepared: fx.GraphModule) -> int:
-    """Take away what watches tensors between a softmax and what gives its scores, in place.
+    """Remove observers between a softmax and the operator that gives its scores, in place.
 
-    That is a product of two activations, or a layer where anything is computed between.
+    That operator is a product of two activations, or a layer if anything is computed between the two.
 
     Args:
         prepared: with observers or fake-quantize modules.
 
     Returns:
-        How many watchers were taken away.
+        The number of observers removed.
     """
     freed: list[fx.Node] = []
     for node in prepared.graph.nodes:
@@ -68,12 +67,12 @@ def free_scores(prepared: fx.GraphModule) -> int:
 
 
 def _before(prepared: fx.GraphModule, given: fx.Node) -> tuple[list[fx.Node], bool]:
-    """Watchers from a node back to what it is computed from, and whether that is more than one layer's answer."""
+    """Return the observers from a node back to its source, and whether more than one layer's output lies behind it."""
     if len(given.users) != 1:
         return [], False
     if is_watcher(prepared, given):
         source = given.all_input_nodes[0]
-        if source.op == "get_attr":  # a position's or a mask's constant
+        if source.op == "get_attr":  # a constant of positions or a mask
             return [given], False
         found, reached = _before(prepared, source)
         between = called_function(source) in _BETWEEN

@@ -1,7 +1,7 @@
-"""Operators between layers that stay in float: they stay in float, too, instead of rounding what nobody quantized.
+"""Keeps operators in float that lie between float layers, instead of rounding values that nobody quantized.
 
-FX (2.11 to 2.14) watches every operator that the backend has a pattern for, so that a sum or a pool between two layers
-of which neither is quantized would still be computed in integers. So would what is done to an image before any layer.
+FX (2.11 to 2.14) observes every operator for which the backend has a pattern. A sum or a pool between two float layers
+would still be computed in integers. So would operators on the image in front of the first layer.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ _PRODUCTS = (torch.matmul, torch.bmm, "matmul", "bmm")
 
 
 def free_between(prepared: fx.GraphModule) -> int:
-    """Take away the watchers of tensors that nothing in integers gives or reads, in place.
+    """Remove observers of tensors that no integer operator gives or reads, in place.
 
-    An operator without weights stays in float where the nearest layers before it, or the nearest behind it, all do; at
-    the graph's ends, where there are none on one side, the other side decides. Nothing happens where every layer is
-    quantized.
+    An operator without weights stays in float if all nearest layers before it, or all nearest layers behind it, do. At
+    an end of the graph without layers on one side, the other side decides. Nothing changes if every layer is quantized.
 
     Args:
         prepared: with observers or fake-quantize modules.
 
     Returns:
-        How many were taken away.
+        The number of observers removed.
     """
     quantized = {node: _is_quantized(prepared, node) for node in prepared.graph.nodes if has_weights(prepared, node)}
     if all(quantized.values()):
@@ -54,16 +53,16 @@ def free_between(prepared: fx.GraphModule) -> int:
 
 
 def free_image(prepared: fx.GraphModule) -> int:
-    """Take away the watchers of what is done to the image in front of every layer, in place: it is rounded once.
+    """Remove observers of operators on the image in front of all layers, in place. The image is rounded only once.
 
-    What the first layers read still is. Channels that a network normalises once more (torchvision's GoogLeNet and
-    Inception) would be rounded before it, and behind it.
+    The input of the first layers is still rounded. A network that normalises channels once more (torchvision's
+    GoogLeNet and Inception) would round them before and after it.
 
     Args:
         prepared: with observers or fake-quantize modules.
 
     Returns:
-        How many were taken away.
+        The number of observers removed.
     """
     constant, early = before_layers(prepared, lambda node: learned(prepared, node))
     freed = [
@@ -78,11 +77,11 @@ def free_image(prepared: fx.GraphModule) -> int:
 
 
 def before_layers(module: fx.GraphModule, has_learned: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """What depends on no image, and what is made of the image before any layer that has learned something.
+    """Return the nodes that depend on no image, and those computed from the image before any learned layer.
 
     Args:
-        module: traced, with watchers or without.
-        has_learned: whether a node is such a layer; see `learned`.
+        module: traced, with observers or without.
+        has_learned: tells whether a node is a learned layer. See `learned`.
     """
     constant: set[fx.Node] = set()
     early: set[fx.Node] = set()
@@ -96,11 +95,11 @@ def before_layers(module: fx.GraphModule, has_learned: Callable[[fx.Node], bool]
 
 
 def integers_at(graph: fx.Graph, quantized: Mapping[fx.Node, bool]) -> Callable[[fx.Node], bool]:
-    """Whether a node is computed in integers, by what its nearest layers are; see `free_between`.
+    """Return a function that tells whether a node is computed in integers, by its nearest layers. See `free_between`.
 
     Args:
-        graph: of all of them.
-        quantized: whether each layer with weights is.
+        graph: the graph of the layers.
+        quantized: whether each layer with weights is quantized.
     """
     before = _nearest(graph.nodes, quantized, backwards=False)
     behind = _nearest(reversed(graph.nodes), quantized, backwards=True)
@@ -118,9 +117,9 @@ def integers_at(graph: fx.Graph, quantized: Mapping[fx.Node, bool]) -> Callable[
 def _nearest(
     nodes: Iterable[fx.Node], quantized: Mapping[fx.Node, bool], *, backwards: bool
 ) -> dict[fx.Node, bool | None]:
-    """Whether one of the nearest layers on one side of each node is quantized; None where there is none.
+    """Return for each node whether one of the nearest layers on one side is quantized, and None without such layers.
 
-    ``nodes`` come in the graph's order, or for what lies behind (``backwards``) in the reverse of it.
+    ``nodes`` are in the graph's order, or in reverse order to look behind (``backwards``).
     """
     found: dict[fx.Node, bool | None] = {}
     for node in nodes:
@@ -132,7 +131,7 @@ def _nearest(
 
 
 def _readers(module: fx.GraphModule, watcher: fx.Node) -> Iterable[fx.Node]:
-    """What reads a watched tensor, other watchers passed over."""
+    """Yield the readers of an observed tensor, and skip other observers."""
     for user in watcher.users:
         if is_watcher(module, user):
             yield from _readers(module, user)
@@ -141,20 +140,20 @@ def _readers(module: fx.GraphModule, watcher: fx.Node) -> Iterable[fx.Node]:
 
 
 def has_weights(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node is a convolution or a linear layer, as a module or as a function."""
+    """Tell whether a node is a convolution or a linear layer, as a module or as a function."""
     if node.op == "call_function":
         return node.target in _FUNCTIONS
     layer = called_module(module, node)
-    if isinstance(layer, (_ConvNd, nn.Linear)):  # those of QAT that are fused with a norm, too
+    if isinstance(layer, (_ConvNd, nn.Linear)):  # also QAT layers that are fused with a norm
         return True
     return isinstance(layer, _FusedModule) and isinstance(next(layer.children()), (_ConvNd, nn.Linear))
 
 
 def learned(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node computes with weights, or multiplies tensors of images as layers do.
+    """Tell whether a node computes with weights, or multiplies two activations as layers do.
 
-    A product with a fixed matrix does not: of the coefficients of a cosine transform, the first is some hundred times
-    as large as the last, and integers for all of them leave nothing of most (timm's CSATv2).
+    A product with a fixed matrix does not count. The first coefficient of a cosine transform is some hundred times as
+    large as the last. Integers for all of them leave nothing of most (timm's CSATv2).
     """
     layer = called_module(module, node)
     if layer is not None:
@@ -165,7 +164,7 @@ def learned(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def fixed(module: fx.GraphModule, value: fx.Node) -> bool:
-    """Whether a tensor depends neither on the images nor on parameters."""
+    """Tell whether a tensor depends neither on the images nor on parameters."""
     for node in made_of(value):
         if node.op == "placeholder" or (node.op == "call_module" and not is_watcher(module, node)):
             return False
@@ -175,5 +174,5 @@ def fixed(module: fx.GraphModule, value: fx.Node) -> bool:
 
 
 def _is_quantized(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a layer is; the weights that a function is given always are."""
+    """Tell whether a layer is quantized. Weights given to a function always are."""
     return node.op == "call_function" or getattr(called_module(module, node), "qconfig", None) is not None

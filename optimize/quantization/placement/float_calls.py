@@ -1,4 +1,4 @@
-"""Calls that stay in float because torch.ao (2.11 to 2.14) has no range for what they give, or cannot watch it."""
+"""Keeps calls in float for which torch.ao (2.11 to 2.14) has no output range, or which it cannot observe."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MAXIMA = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 
 
 class InFloat(nn.Module):
-    """A function's call, of a class that torch.ao has no kernel for.
+    """Calls a function, from a class for which torch.ao has no kernel.
 
     Args:
-        function: what is called.
+        function: the function to call.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -30,12 +30,12 @@ class InFloat(nn.Module):
         self.function = function
 
     def forward(self, *args: Any, **settings: Any) -> Any:
-        """What the function gives."""
+        """Return the function's result."""
         return self.function(*args, **settings)
 
 
 def call_in_float(module: fx.GraphModule, node: fx.Node) -> None:
-    """Let a call of a function, or of a tensor's method, stay in float, in place."""
+    """Keep a call of a function or of a tensor's method in float, in place."""
     name = free_name(module, f"{node.name}_in_float")
     function = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
     module.add_submodule(name, InFloat(function))
@@ -44,16 +44,16 @@ def call_in_float(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def free_maxima(module: fx.GraphModule) -> int:
-    """Let maxima stay in float that torch.ao (2.11 to 2.14) cannot watch, in place.
+    """Keep max pools in float that torch.ao (2.11 to 2.14) cannot observe, in place.
 
-    Those over a border of minus infinity (timm's ``MaxPool2dSame``) have no range; those that say where they were found
-    (for ``MaxUnpool2d``) give a pair.
+    A pool over padding with minus infinity (timm's ``MaxPool2dSame``) has no range. A pool that returns indices (for
+    ``MaxUnpool2d``) gives a pair.
 
     Args:
         module: traced.
 
     Returns:
-        How many.
+        The number of pools kept in float.
     """
     freed = 0
     for node in list(module.graph.nodes):
@@ -70,15 +70,15 @@ def free_maxima(module: fx.GraphModule) -> int:
 
 
 def free_masks(module: fx.GraphModule) -> int:
-    """Let calls of masks and whole numbers stay in float, in place: torch.ao (2.11 to 2.14) would watch some of them.
+    """Keep calls on masks and integers in float, in place. torch.ao (2.11 to 2.14) would observe some of them.
 
-    Those that put them together with what is in float, and those that give others.
+    These are calls that join them with float tensors, and calls that return masks or integers.
 
     Args:
         module: traced, with the shapes that `note_shapes` notes.
 
     Returns:
-        How many.
+        The number of calls kept in float.
     """
     freed = []
     for node in module.graph.nodes:
@@ -93,15 +93,15 @@ def free_masks(module: fx.GraphModule) -> int:
 
 
 def free_sizes(module: fx.GraphModule) -> int:
-    """Let shapes be put together as what they are, in place: torch.ao (2.11 to 2.14) would watch them as tensors' sums.
+    """Keep sums of shapes from being observed as sums of tensors, in place. torch.ao (2.11 to 2.14) would do that.
 
-    Such as ``x.shape[:2] + (-1,)``.
+    An example is ``x.shape[:2] + (-1,)``.
 
     Args:
         module: traced, with the types that `note_shapes` notes.
 
     Returns:
-        How many.
+        The number of calls changed.
     """
     nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target in SUMS]
     freed = [node for node in nodes if issubclass(node.meta.get("type", torch.Tensor), tuple)]
@@ -112,13 +112,13 @@ def free_sizes(module: fx.GraphModule) -> int:
 
 
 def free_quotients(module: fx.GraphModule) -> int:
-    """Let quotients that are rounded down stay in float, in place: torch.ao (2.11 to 2.14) thinks of sizes alone.
+    """Keep divisions that round down in float, in place. torch.ao (2.11 to 2.14) takes them for divisions of sizes.
 
     Args:
         module: traced, with the shapes that `note_shapes` notes.
 
     Returns:
-        How many.
+        The number of divisions kept in float.
     """
     freed = [node for node in module.graph.nodes if node.target is operator.floordiv and is_float(node)]
     for node in freed:

@@ -1,13 +1,13 @@
-"""The average pool that a network ends with: computed in floats, it gives integers of a scale of their own.
+"""Computes a network's last average pool in float. Its integers get a scale of their own.
 
-torch's integer kernels (2.11 to 2.14) give a pool's answer the scale of what it is given, and FX one range to both. The
-mean of k integers in their own scale is a multiple of 1/k, where for an even k one sum in k lies halfway between two
-integers, and engines round it to either side: a quarter of a 2×2 pool's, right in front of the answer. And means span a
-part of the range of what they are means of, so that most integers would never occur.
+Torch's integer kernels (2.11 to 2.14) give a pool's output the scale of its input, and FX gives one range to both. The
+mean of k integers in their own scale is a multiple of 1/k. For an even k, one sum in k lies halfway between two
+integers, and engines round it to either side. That is a quarter of a 2×2 pool's sums, right in front of the answer.
+Means also use only a part of their input's range, so most integers would never occur.
 
-Between a dequantizer and a quantizer of its own the pool is the same float operator in torch, and what ONNX Runtime and
-OpenVINO compute with two scales instead of one. Pools inside a network (squeeze and excitation, transitions) stay as
-they are: their tensors are large, and torch would pay for them.
+Between a dequantizer and its own quantizer the pool is the same float operator in torch. ONNX Runtime and OpenVINO
+compute it with two scales instead of one. Pools inside a network (squeeze and excitation, transitions) stay as they
+are: their tensors are large, and torch would pay for them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FUNCTIONS = (functional.adaptive_avg_pool2d, functional.avg_pool2d, torch.mean)
 
 
 class GlobalPool(nn.Module):
-    """The mean of each channel, of a class that torch.ao has no integer kernel for.
+    """The mean of each channel, from a class for which torch.ao has no integer kernel.
 
-    FX (2.11 to 2.14) makes its own pools integer ones wherever they stand between integers, whatever it is told.
+    FX (2.11 to 2.14) turns its own pools into integer ones between integers, whatever the settings say.
 
     Args:
         flat: whether ``(N, C, H, W)`` becomes ``(N, C)``, and not ``(N, C, 1, 1)``.
@@ -40,20 +40,20 @@ class GlobalPool(nn.Module):
         self.flat = flat
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """``(N, C, H, W)`` to its means."""
+        """Return the means of ``(N, C, H, W)``."""
         means = functional.adaptive_avg_pool2d(batch, 1)
         return torch.flatten(means, 1) if self.flat else means
 
 
 def free_last_pool(module: fx.GraphModule, example: torch.Tensor) -> int:
-    """Put a `GlobalPool` in the place of each global average pool that everything goes through, in place.
+    """Replace each global average pool through which everything flows by a `GlobalPool`, in place.
 
     Args:
         module: a traced network, on the CPU.
-        example: ``float32 (N, C, H, W)``.
+        example: an input, ``float32 (N, C, H, W)``.
 
     Returns:
-        How many were replaced: hardly ever more than one.
+        The number of pools replaced: hardly ever more than one.
     """
     seen = _Seen(copy.deepcopy(module).eval() if module.training else module)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def free_last_pool(module: fx.GraphModule, example: torch.Tensor) -> int:
 
 
 class _Seen(fx.Interpreter):
-    """Notes which nodes give tensors, and which are global average pools, by name; those of a pool, whether flat."""
+    """Records the names of nodes that give tensors, and of global average pools with whether their output is flat."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -94,7 +94,7 @@ class _Seen(fx.Interpreter):
         return value
 
     def _call(self, n: fx.Node) -> Callable[..., Any] | None:
-        """What a node calls, if it may be a pool."""
+        """Return the function or layer that a node calls, if it may be a pool."""
         if n.op == "call_module":
             layer = self.fetch_attr(str(n.target))
             return layer if type(layer) in _MODULES else None
@@ -104,9 +104,9 @@ class _Seen(fx.Interpreter):
 
 
 def _averages(pool: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> bool | None:
-    """Whether a pool gives the means of all places flat; None if it gives anything else.
+    """Tell whether the output of a global average pool is flat, or None if it is no such pool.
 
-    Tried on other numbers of the same shape: the ways to ask for a mean are many.
+    The pool is tried on random numbers of the same shape, because there are many ways to write a mean.
     """
     if given.dim() != 4 or given.shape[2] * given.shape[3] == 1:
         return None
@@ -119,7 +119,7 @@ def _averages(pool: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor)
 
 
 def _is_passed(graph: fx.Graph, pool: fx.Node, tensors: set[str]) -> bool:
-    """Whether every tensor that the answer is made of goes through a pool; the sizes of others may be asked for."""
+    """Tell whether every tensor of the answer goes through a pool. Sizes of other tensors may be read."""
     around: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" or (

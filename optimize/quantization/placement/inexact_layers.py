@@ -1,8 +1,8 @@
-"""Layers that torch's integer kernels compute wrongly, kept in float: of classes that torch.ao has no kernel for.
+"""Keeps layers in float that torch's integer kernels compute wrongly, as classes for which torch.ao has no kernel.
 
-FX (2.11 to 2.14) makes its own layers integer ones wherever they stand between integers, whatever it is told. Seen in
-2.14: the kernels of PReLU, and of instance norms of small maps, give an SQNR of 10 dB and less where exact arithmetic
-with the same integers has 40.
+FX (2.11 to 2.14) turns its own layers into integer ones between integers, whatever the settings say. Seen in 2.14: the
+kernels of PReLU, and of instance norms of small maps, give an SQNR of 10 dB and less. Exact arithmetic with the same
+integers has 40.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from optimize.quantization.placement.float_calls import call_in_float
 
 
 class FloatPReLU(nn.PReLU):
-    """See the module."""
+    """A PReLU that stays in float, see the module."""
 
 
 class FloatInstanceNorm1d(nn.InstanceNorm1d):
-    """See the module."""
+    """An instance norm that stays in float, see the module."""
 
 
 class FloatInstanceNorm2d(nn.InstanceNorm2d):
-    """See the module."""
+    """An instance norm that stays in float, see the module."""
 
 
 class FloatInstanceNorm3d(nn.InstanceNorm3d):
-    """See the module."""
+    """An instance norm that stays in float, see the module."""
 
 
 _IN_FLOAT: Final[dict[type[nn.Module], type[nn.Module]]] = {
@@ -38,12 +38,12 @@ _IN_FLOAT: Final[dict[type[nn.Module], type[nn.Module]]] = {
     nn.InstanceNorm3d: FloatInstanceNorm3d,
 }
 
-#: What they become.
+#: The classes that stay in float.
 IN_FLOAT: Final = tuple(_IN_FLOAT.values())
 
 
 def free_inexact(module: fx.GraphModule) -> None:
-    """Make these layers of classes that stay in float, in place; they compute the same and have the same state."""
+    """Change the class of these layers to one that stays in float, in place. Results and state stay the same."""
     for node in list(module.graph.nodes):
         if node.target is functional.instance_norm:
             call_in_float(module, node)

@@ -1,7 +1,7 @@
-"""Operators whose range is known, kept in float where they are put together with others, which would have their range.
+"""Keeps operators with a fixed output range in float if their result is joined with other tensors.
 
-Of a tanh, a sigmoid and a hardsigmoid torch.ao (2.11 to 2.14) knows the range, and its kernels give its integers
-whatever is done with them. In float they are rounded by the quantizer of what reads them.
+torch.ao (2.11 to 2.14) knows the range of a tanh, a sigmoid and a hardsigmoid. Its kernels use it whatever reads the
+result, though joined tensors share one range. In float they are rounded by their reader's quantizer.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from optimize.tracing.naming import free_name
 
 
 class FloatTanh(nn.Tanh):
-    """See the module: torch.ao has no kernel for this class."""
+    """A tanh for which torch.ao has no kernel, see the module."""
 
 
 class FloatSigmoid(nn.Sigmoid):
-    """See the module."""
+    """A sigmoid for which torch.ao has no kernel, see the module."""
 
 
 class FloatHardsigmoid(nn.Hardsigmoid):
-    """See the module."""
+    """A hardsigmoid for which torch.ao has no kernel, see the module."""
 
 
-#: What they become.
+#: The classes that stay in float.
 KNOWN_IN_FLOAT: Final = (FloatTanh, FloatSigmoid, FloatHardsigmoid)
 _OPERATORS: Final[dict[Any, type[nn.Module]]] = {
     **dict.fromkeys((nn.Tanh, torch.tanh, functional.tanh, "tanh", "tanh_"), FloatTanh),
     **dict.fromkeys((nn.Sigmoid, torch.sigmoid, functional.sigmoid, "sigmoid", "sigmoid_"), FloatSigmoid),
     **dict.fromkeys((nn.Hardsigmoid, functional.hardsigmoid, "hardsigmoid", "hardsigmoid_"), FloatHardsigmoid),
 }
-#: What gives numbers of another range than it is given: nothing behind it reads these integers.
+#: Operators whose output has another range than their input. Nothing behind them reads the input's integers.
 _OTHERS: Final = frozenset(
     {
         *(operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, operator.truediv, operator.matmul),
@@ -58,15 +58,15 @@ _OTHERS: Final = frozenset(
 
 
 def free_known(module: fx.GraphModule) -> int:
-    """Make operators of known range that are put together with others, or write in place, ones that stay in float.
+    """Keep operators with a fixed range in float if their result is joined with others, or if they work in place.
 
-    torch's integer kernels (2.14) have no ``tanh_``.
+    Torch's integer kernels (2.14) have no ``tanh_``.
 
     Args:
-        module: traced, before anything watches its tensors.
+        module: traced, before observers are inserted.
 
     Returns:
-        How many.
+        The number of operators kept in float.
     """
     freed = 0
     for node in list(module.graph.nodes):
@@ -85,16 +85,16 @@ def free_known(module: fx.GraphModule) -> int:
 
 
 def free_given(prepared: fx.GraphModule) -> int:
-    """Take away watchers of known range from what such operators are given, in place.
+    """Remove observers with a fixed range from the inputs of such operators, in place.
 
-    Where nothing in integers gives it, torch.ao (2.11 to 2.14) watches it with the operator's own watcher: of the
-    ``1.702 * x`` of a GELU's approximation by a sigmoid, all beyond 0 to 1 would be cut off.
+    If no integer operator gives the input, torch.ao (2.11 to 2.14) observes it with the operator's own observer. A GELU
+    approximated by a sigmoid has the input ``1.702 * x``. All of it beyond 0 to 1 would be cut off.
 
     Args:
         prepared: with observers or fake-quantize modules.
 
     Returns:
-        How many were taken away.
+        The number of observers removed.
     """
     freed = 0
     for node in list(prepared.graph.nodes):
@@ -108,7 +108,7 @@ def free_given(prepared: fx.GraphModule) -> int:
 
 
 def _known(module: fx.GraphModule, node: Any) -> bool:
-    """Whether a node is an operator of known range."""
+    """Tell whether a node is an operator with a fixed range."""
     return what_is_called(module, node) in _OPERATORS
 
 
@@ -121,7 +121,7 @@ def _put_together(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _in_float(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
-    """What computes in float what a node does; None if torch.ao knows no range of it."""
+    """Return a module that computes the same in float, or None if torch.ao knows no range for the node."""
     kind = _OPERATORS.get(what_is_called(module, node))
     if kind is None or _read_afterwards(module, node):
         return None
@@ -129,7 +129,7 @@ def _in_float(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 
 
 def _read_afterwards(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node writes into a tensor that something else may read behind it, by that name or as a view of it."""
+    """Tell whether a node overwrites a tensor that a later node may read, by its name or as a view."""
     others = [user for user in node.all_input_nodes[0].users if user is not node]
-    # What a layer with weights gives lies in memory of its own.
+    # The output of a layer with weights has its own memory.
     return writes(module, node) and not all(user < node and has_weights(module, user) for user in others)

@@ -1,8 +1,8 @@
-"""Which outputs of weighted layers stay in float: those that no integers are read from, for kernels that fuse.
+"""Keeps outputs of layers with weights in float if no integer operator reads them, for kernels that fuse.
 
-TensorRT's documentation ("Explicit Quantization", Q/DQ layer-placement recommendations): quantize the inputs of
-weighted operations, not their outputs; and the shortcut of a residual sum, so that the sum becomes part of the
-convolution that gives its other addend. With quantizers on both, the sum is a layer of its own.
+TensorRT's documentation ("Explicit Quantization", Q/DQ layer-placement recommendations) says to quantize the inputs of
+weighted operations, not their outputs. It also says to quantize the shortcut of a residual sum. The sum then becomes
+part of the convolution that gives its other addend. With quantizers on both addends, the sum is a layer of its own.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from optimize.quantization.graph.nodes import SUMS, called_function, called_modu
 
 
 def free_outputs(prepared: fx.GraphModule, backend: BackendConfig) -> int:
-    """Take away the watchers behind weighted layers that the backend need not quantize, in place.
+    """Remove observers behind weighted layers that the backend need not quantize, in place.
 
-    These are the ones before operators that it computes in float (and before the answer), and the one of each residual
-    sum's longer branch, if a convolution alone gives it.
+    These are observers before operators that it computes in float, and before the answer. In each residual sum it is
+    also the observer of the longer branch, if a convolution alone gives it.
 
     Args:
         prepared: with observers or fake-quantize modules.
-        backend: what it was prepared for.
+        backend: the backend that it was prepared for.
 
     Returns:
-        How many were taken away.
+        The number of observers removed.
     """
     depths: dict[fx.Node, int] = {}
     for node in prepared.graph.nodes:
@@ -54,9 +54,9 @@ def free_outputs(prepared: fx.GraphModule, backend: BackendConfig) -> int:
 
 
 def _layer_before(module: fx.GraphModule, watcher: fx.Node) -> nn.Module | None:
-    """The weighted layer whose output this node watches, if it alone takes it."""
+    """Return the weighted layer whose output this node observes, if it is the only reader."""
     watching = called_module(module, watcher)
-    # One with a bound (see `relu6`) is a ReLU6's clamp, too.
+    # An observer with a bound (see `relu6`) is also a ReLU6's clamp.
     if not isinstance(watching, (ObserverBase, FakeQuantizeBase)) or watching._forward_pre_hooks:
         return None
     before = watcher.args[0]
@@ -68,7 +68,7 @@ def _layer_before(module: fx.GraphModule, watcher: fx.Node) -> nn.Module | None:
 
 
 def _convolved(module: fx.GraphModule, addend: Any) -> bool:
-    """Whether an addend is what a convolution gives, watched, for this sum alone, and without an activation between."""
+    """Tell whether an addend is the observed output of a convolution, without activation, for this sum only."""
     layer = _layer_before(module, addend) if isinstance(addend, fx.Node) else None
     if layer is None or len(addend.users) != 1:
         return False
@@ -78,7 +78,7 @@ def _convolved(module: fx.GraphModule, addend: Any) -> bool:
 
 
 def reads_integers(module: fx.GraphModule, user: fx.Node, quantized: set[Any]) -> bool:
-    """Whether an operator has a pattern of the backend's, and so takes integers."""
+    """Tell whether the backend has a pattern for an operator, which then reads integers."""
     if user.op == "output":
         return False
     layer = called_module(module, user)

@@ -1,7 +1,7 @@
-"""The network's answer in float where no layer gives it: nobody computes in integers with it.
+"""Keeps the network's output in float if no layer computes it. Nobody computes with its integers.
 
-A sigmoid that a network ends with would be rounded to steps of 1/256, and so equal for all classes but a few; what
-averages places or heads, to steps of its range. A layer's own answer is as its kernel gives it.
+A final sigmoid would be rounded to steps of 1/256, and would be equal for all classes but a few. A mean over places or
+heads would be rounded to steps of its range. A layer's own output stays as its kernel gives it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch import fx
 from optimize.quantization.graph.nodes import called_function, is_watcher, only_moves, remove_watcher
 from optimize.quantization.placement.between_layers import has_weights
 
-#: Where the other factor is a number.
+#: Products, if the other factor is a number.
 _SCALING = (operator.mul, operator.truediv, torch.mul, torch.div, "mul", "div")
 
 
 def free_answer(prepared: fx.GraphModule) -> int:
-    """Take away what watches the answer and is read by nothing else, in place.
+    """Remove observers of the output that nothing else reads, in place.
 
-    Where it is computed together with a layer (its activation), it stays watched.
+    An output that is fused with a layer (its activation) keeps its observer.
 
     Args:
         prepared: with observers or fake-quantize modules.
 
     Returns:
-        How many watchers were taken away.
+        The number of observers removed.
     """
     (output,) = prepared.graph.find_nodes(op="output")
     freed: list[fx.Node] = []

@@ -1,8 +1,8 @@
-"""ReLU6 for int8: a layer's ReLU whose range ends at 6, so that the integers' own end is the bound.
+"""Writes a ReLU6 for int8 as a layer's ReLU whose range ends at 6, so that the end of the integers is the bound.
 
-torch.ao (2.11 to 2.14) has kernels of a convolution with a ReLU and none with a ReLU6: it would give the convolution a
-range of its own, half of it for negative numbers that the ReLU6 cuts off, and then clamp in another pass over memory.
-Where a range ends at or below 6, the largest integer stands for all above it, and the clamp changes nothing.
+torch.ao (2.11 to 2.14) has kernels for a convolution with a ReLU, and none with a ReLU6. It would give the convolution
+its own range, half of it for negative numbers that the ReLU6 cuts off. It would then clamp in another pass over memory.
+If a range ends at or below 6, the largest integer stands for all values above it, and the clamp changes nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from optimize.quantization.graph.nodes import called_module
 from optimize.tracing.naming import free_name
 from optimize.tracing.zero_padding import LAYERS as ZEROS
 
-#: Layers whose kernels take a ReLU along.
+#: Layers whose kernels include a ReLU.
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-#: What is given one tensor and gives no number beyond those in it, so that a bound holds behind it, too. Zeros around
-#: it are below each bound. Interpolation, which may overshoot, is not among them.
+#: Operators of one tensor whose output never exceeds its values, so that a bound still holds behind them. Padding zeros
+#: are below each bound. Interpolation is not included, as it may overshoot.
 _WITHIN = (
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
@@ -42,7 +42,7 @@ _WITHIN_METHODS = ("contiguous", "flatten", "mean", "permute", "reshape", "squee
 
 
 class _Bound:
-    """A pre-hook that cuts what a watcher sees, and passes on, at the bound."""
+    """A pre-hook that clamps what an observer sees and passes on to the bound."""
 
     def __init__(self, most: float) -> None:
         self._most = most
@@ -56,7 +56,7 @@ def bound_relus(module: fx.GraphModule, mapping: QConfigMapping, but_not: Collec
 
     Args:
         module: see `trace_calls`.
-        mapping: which layers are quantized; None for a name means in float.
+        mapping: which layers are quantized. None for a name means in float.
         but_not: layers whose ReLU6 stays.
 
     Returns:
@@ -83,15 +83,15 @@ def bound_relus(module: fx.GraphModule, mapping: QConfigMapping, but_not: Collec
 
 
 def bind(prepared: fx.GraphModule, bounds: Mapping[str, float]) -> frozenset[str]:
-    """Let what watches those layers see, and pass on, nothing above their bounds.
+    """Clamp what the observers of those layers see and pass on to the layers' bounds.
 
     Args:
         prepared: with observers or fake-quantize modules.
-        bounds: from `bound_relus`, of the module that was prepared.
+        bounds: from `bound_relus`, for the module that was prepared.
 
     Returns:
-        The layers whose watcher sees what may go beyond their bound, too (the other inputs of a concatenation), and for
-        which it would be lost. Behind a pool, which FX gives the watcher of its input, nothing can.
+        The layers whose observer also sees values that may exceed their bound (the other inputs of a concatenation).
+            Their bound would be lost. Behind a pool, which FX gives the observer of its input, nothing can exceed it.
     """
     watching: dict[str, nn.Module] = {}
     places: defaultdict[nn.Module, list[fx.Node]] = defaultdict(list)
@@ -112,7 +112,7 @@ def bind(prepared: fx.GraphModule, bounds: Mapping[str, float]) -> frozenset[str
 
 
 def _within(prepared: fx.GraphModule, place: fx.Node, layer: str, places: Sequence[fx.Node]) -> bool:
-    """Whether a watcher is given at a place what a layer gives, or at most the numbers that it passed on elsewhere."""
+    """Tell whether an observer sees at a place only a layer's output, or values that it passed on elsewhere."""
     given = place.args[0]
     while isinstance(given, fx.Node) and given not in places:
         if given.op == "call_module" and given.target == layer:
@@ -127,7 +127,7 @@ def _gives_no_more(prepared: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         called = prepared.get_submodule(str(node.target))
         if type(called) in _DROPOUTS:
-            return not called.training  # there it makes up for what it drops
+            return not called.training  # in training it scales up the rest
         return type(called) in _WITHIN and getattr(called, "divisor_override", None) is None
     if node.op == "call_method":
         return node.target in _WITHIN_METHODS
@@ -135,7 +135,7 @@ def _gives_no_more(prepared: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _bound(module: fx.GraphModule, node: fx.Node) -> float | None:
-    """The bound of a ReLU6, or of a Hardtanh from 0, or the largest of a ReLU's channels; None for other nodes."""
+    """Return the bound of a ReLU6, of a Hardtanh from 0, or the largest of a ReLU's channels; None for other nodes."""
     if node.op == "call_module":
         layer = module.get_submodule(str(node.target))
         if type(layer) in (nn.ReLU6, nn.Hardtanh) and isinstance(layer, nn.Hardtanh) and layer.min_val == 0:
@@ -154,13 +154,13 @@ def _is_relu(node: object) -> bool:
 
 
 def _input(node: fx.Node) -> fx.Node | None:
-    """What a bounded ReLU is given."""
+    """Return the input of a bounded ReLU."""
     before = node.all_input_nodes[0] if node.all_input_nodes else None
     return before.all_input_nodes[0] if node.target is torch.minimum and _is_relu(before) and before else before
 
 
 def _layer_before(module: fx.GraphModule, before: fx.Node) -> str | None:
-    """The layer whose output, normalised or not, this node is, for one user alone."""
+    """Return the layer whose output, normalised or not, this node is, for one reader alone."""
     while before.op == "call_module" and len(before.users) == 1:
         kind = type(module.get_submodule(str(before.target)))
         if kind in _LAYERS:

@@ -1,9 +1,9 @@
-"""The stream of a transformer in float: what its blocks add up, which norms read and nothing in integers does.
+"""Keeps the residual stream of a transformer in float: sums of its blocks that only norms read.
 
-Of trained transformers a few channels of that sum are far larger than the others, so that steps of its range are coarse
-for the rest (Bondarenko, Nagel and Blankevoort, "Understanding and Overcoming the Challenges of Efficient Transformer
-Quantization", EMNLP 2021, section 3); and each block rounds it once more. Integers win nothing there: a layer norm is
-computed in float, and rounded behind it for the layers that read it.
+In trained transformers a few channels of that sum are far larger than the others. Steps of its range are then coarse
+for the rest. See Bondarenko, Nagel and Blankevoort, "Understanding and Overcoming the Challenges of Efficient
+Transformer Quantization", EMNLP 2021, section 3. Each block would also round it once more. Integers gain nothing there:
+a layer norm is computed in float, and its output is rounded for the layers that read it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _PRODUCTS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 
 
 def free_stream(prepared: fx.GraphModule) -> int:
-    """Take away what watches sums that norms read, and nothing in integers, in place.
+    """Remove observers of sums that norms read and no integer operator reads, in place.
 
     Args:
         prepared: with observers or fake-quantize modules.
 
     Returns:
-        How many watchers were taken away.
+        The number of observers removed.
     """
     floats = {
         node
         for node in prepared.graph.nodes
         if is_watcher(prepared, node) and _on_the_way(prepared, node.all_input_nodes[0])
     }
-    # A sum that is rounded for a reader is one of integers: the linter's `residual-in-float` says why.
+    # A sum that is rounded for one reader is an integer sum. The linter's `residual-in-float` says why.
     while rounded := {node for node in floats if not all(_reads_floats(prepared, user, floats) for user in node.users)}:
         floats -= rounded
 
@@ -58,7 +58,7 @@ def free_stream(prepared: fx.GraphModule) -> int:
 
 
 def _on_the_way(prepared: fx.GraphModule, given: fx.Node) -> bool:
-    """Whether a node adds, scales by a constant, moves, or is one."""
+    """Tell whether a node adds, scales by a constant, moves values, or is a constant."""
     if called_function(given) in _PRODUCTS:
         return any(_constant(prepared, factor) for factor in given.all_input_nodes)
     return given.op == "get_attr" or called_function(given) in SUMS or only_moves(prepared, given)
@@ -71,7 +71,7 @@ def _constant(prepared: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _reads_floats(prepared: fx.GraphModule, user: fx.Node, floats: set[fx.Node]) -> bool:
-    """Whether a reader needs no integers: a norm, or what is on the way and not rounded itself."""
+    """Tell whether a reader needs no integers: a norm, or a node of the stream that is not rounded itself."""
     if user in floats or is_layer_norm(prepared, user):
         return True
     return _on_the_way(prepared, user) and bool(user.users) and floats.issuperset(user.users)

@@ -1,8 +1,8 @@
-"""Means over maps of one place: torch's packed kernel fails on them, and nothing is to be computed.
+"""Rewrites means over 1 × 1 maps, on which torch's packed kernel fails. There is nothing to compute.
 
-torch (2.11 to 2.14) lays out the answer of a quantized ``x.mean([2, 3])`` as it does ``x``, and takes the layout of a
-map of one place, which is in every order at once, for channels-last: "required rank 4 tensor to use channels_last
-format" for an answer of rank 2. Small images end so in networks that take a mean and no pool (MNASNet, ShuffleNet).
+Torch (2.11 to 2.14) gives the result of a quantized ``x.mean([2, 3])`` the layout of ``x``. A 1 × 1 map fits every
+layout, and torch takes it for channels-last: "required rank 4 tensor to use channels_last format" for a result of rank
+2. Small images end so in networks that take a mean and no pool (MNASNet, ShuffleNet).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MEANS = ("mean", torch.mean)
 
 
 def flatten_places(module: fx.GraphModule) -> int:
-    """Replace means over maps ``(N, C, 1, 1)`` by flattening, which gives the same, in place.
+    """Replace means over maps ``(N, C, 1, 1)`` by a flatten, which gives the same, in place.
 
     Args:
-        module: traced, with the shapes that `note_shapes` notes: the sizes of maps are those of its example.
+        module: traced, with the shapes that `note_shapes` notes. Its example sets the sizes of maps.
 
     Returns:
-        How many means were replaced.
+        The number of means replaced.
     """
     written = 0
     for node in [node for node in module.graph.nodes if called_function(node) in _MEANS]:
@@ -46,17 +46,17 @@ def flatten_places(module: fx.GraphModule) -> int:
 
 
 def free_means(prepared: fx.GraphModule, backend: BackendConfig) -> int:
-    """Take away watchers of means that nothing in integers gives or reads, in place.
+    """Remove observers of means that no integer operator gives or reads, in place.
 
-    FX (2.11 to 2.14) gives a mean the range of what it is the mean of. Of squares (a norm that is written out, a pool
-    by a power) that is far more than means reach, and a variance of a few steps is divided by.
+    FX (2.11 to 2.14) gives a mean the range of its input. For squares (a norm that is written out, a pool by a power)
+    that is far more than the means reach. The network then divides by a variance of a few steps.
 
     Args:
         prepared: with observers or fake-quantize modules.
-        backend: what it was prepared for.
+        backend: the backend that it was prepared for.
 
     Returns:
-        How many were taken away.
+        The number of observers removed.
     """
     quantized = {config.pattern for config in backend.configs}
 

@@ -1,11 +1,12 @@
-"""Attention written out as layers and products that torch.ao can quantize.
+"""Writes attention out as layers and products that torch.ao can quantize.
 
 torch.ao (2.11 to 2.14) quantizes linear layers and ``torch.matmul``. It sees neither in `nn.MultiheadAttention`, in
-torchvision's `shifted_window_attention`, in ``scaled_dot_product_attention``, in ``@`` and in ``einsum``: each is one
-call to it, and stays in float with all its weights, a third of a ViT's. Written out, the projections are linear layers
-(one each for query, key and value, whose ranges differ) and both products are ``torch.matmul``.
+torchvision's `shifted_window_attention`, in ``scaled_dot_product_attention``, in ``@`` and in ``einsum``. Each is a
+single call for it, and stays in float with all its weights, a third of a ViT's. Written out, the projections are linear
+layers and both products are ``torch.matmul``. Query, key and value have one linear layer each, because their ranges
+differ.
 
-What lies between the products, the scores and their softmax, stays in float: see `free_scores`.
+The scores between the products, and their softmax, stay in float. See `free_scores`.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ def write_out_attention(
 ) -> int:
     """Replace attention by linear layers, products and a softmax that compute the same, in place.
 
-    Left as they are: `nn.MultiheadAttention` with a mask, ``scaled_dot_product_attention`` with one of truth values,
-    causal attention, and attention whose weights are an answer of their own.
+    These stay unchanged: `nn.MultiheadAttention` with a mask, ``scaled_dot_product_attention`` with a boolean mask,
+    causal attention, and attention that returns its weights.
 
     Args:
         module: traced in eval mode.
-        example: ``float32 (N, C, H, W)``; the sizes of windows and of sequences are its, N stays free.
-        in_float: whether the attention of this name is to stay as it is.
+        example: ``float32 (N, C, H, W)``. It gives the sizes of windows and of sequences. N stays free.
+        in_float: tells by name whether an attention stays unchanged.
 
     Returns:
-        How many calls were replaced.
+        The number of calls replaced.
     """
     found = [node for node in module.graph.nodes if _kind(module, node) is not None]
     if not found:
@@ -60,12 +61,12 @@ def write_out_attention(
     module.delete_all_unused_submodules()
     module.graph.lint()
     module.recompile()
-    module.train(module.training)  # the new layers, too
+    module.train(module.training)  # also for the new layers
     return written
 
 
 def _kind(module: fx.GraphModule, node: fx.Node) -> Callable[[fx.GraphModule, fx.Node], bool] | None:
-    """What writes out this node, if it is attention."""
+    """Return the function that writes out this node, if it is attention."""
     if node.op == "call_module":
         return _multi_head if type(module.get_submodule(str(node.target))) is nn.MultiheadAttention else None
     if node.op not in ("call_function", "call_method"):
@@ -80,14 +81,14 @@ def _kind(module: fx.GraphModule, node: fx.Node) -> Callable[[fx.GraphModule, fx
 
 
 def _called(node: fx.Node) -> str:
-    """The attention's name, as far as the graph tells: of those with layers of their own."""
+    """Return the attention's name, if it has its own layers and the graph tells it."""
     if node.op == "call_module":
         return str(node.target)
     return window_name(node) if node.target is shifted_window_attention else ""
 
 
 def _multi_head(module: fx.GraphModule, node: fx.Node) -> bool:
-    """`nn.MultiheadAttention` (Vaswani et al. 2017, arXiv:1706.03762, section 3.2.2)."""
+    """Write out `nn.MultiheadAttention` (Vaswani et al. 2017, arXiv:1706.03762, section 3.2.2)."""
     layer = module.get_submodule(str(node.target))
     assert isinstance(layer, nn.MultiheadAttention)
     given = inspect.signature(layer.forward).bind(*node.args, **node.kwargs)
@@ -134,7 +135,7 @@ def _multi_head(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _dot_product(module: fx.GraphModule, node: fx.Node) -> bool:
-    """``scaled_dot_product_attention``, as timm and users call it."""
+    """Write out ``scaled_dot_product_attention``, as timm and users call it."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     asked: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
     asked |= dict(zip(names, node.args, strict=False)) | node.kwargs
@@ -154,7 +155,7 @@ def _dot_product(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _product(module: fx.GraphModule, node: fx.Node) -> bool:
-    """A product of two computed tensors by another name; what is multiplied with a constant is left as it is."""
+    """Write a product of two computed tensors as ``matmul``. Products with a constant stay unchanged."""
     if node.kwargs or not all(computed(factor) for factor in node.args):
         return False
     replace(node, module.graph.call_function(torch.matmul, node.args))
@@ -162,7 +163,7 @@ def _product(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _einsum(module: fx.GraphModule, node: fx.Node) -> bool:
-    """An ``einsum`` that is a product of matrices, with or without a batch in front."""
+    """Write an ``einsum`` as ``matmul`` if it is a matrix product, with or without leading batch axes."""
     equation, *factors = node.args
     if len(factors) == 1 and isinstance(factors[0], tuple | list):
         factors = list(factors[0])

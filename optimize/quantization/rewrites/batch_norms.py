@@ -1,4 +1,4 @@
-"""Batch norms behind layers, of a float network that is to be trained for integers: what would spoil the training."""
+"""Prepares batch norms behind layers of a float network for integer training."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from optimize.quantization.graph.nodes import called_module
 
 _LAYERS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
-#: Least factor, of a norm's weight over its standard deviation, that a layer is trained with.
+#: Least factor with which a layer is trained: a norm's weight over its standard deviation.
 _LEAST: Final = 1e-4
 
 
 def with_factors(traced: fx.GraphModule) -> None:
-    """Give norms that have no factors some that change nothing and are not trained, in place.
+    """Give norms without weight and bias ones and zeros that are not trained, in place.
 
-    torch.ao (2.11 to 2.14, ``fuse_conv_bn``) fuses no others for training.
+    torch.ao (2.11 to 2.14, ``fuse_conv_bn``) does not fuse other norms for training.
 
     Raises:
-        NotApplicableError: a norm has no running statistics; torch.ao fails on it, and a graph has none to be made of.
+        NotApplicableError: a norm has no running statistics. torch.ao fails on it, and no graph can be made of it.
     """
     for node in traced.graph.nodes:
         norm = called_module(traced, node)
@@ -42,9 +42,9 @@ def with_factors(traced: fx.GraphModule) -> None:
 
 
 def turn_signs(traced: fx.GraphModule) -> None:
-    """Make the factors of norms behind layers positive, in place, by turning signs of weights around.
+    """Make the factors of norms behind layers positive, in place, by changing signs of weights.
 
-    It computes the same. Folded into integers from -8 to 7, a negative factor would ask for an 8.
+    The result computes the same. With integers from -8 to 7, folding a negative factor would need an 8.
     """
     for layer, norm in _with_norms(traced):
         sign = torch.where(norm.weight.detach() < 0, -1.0, 1.0)
@@ -59,8 +59,8 @@ def lift_factors(traced: fx.GraphModule) -> None:
     """Keep the factors of norms behind layers away from 0, in place.
 
     torch.ao's fused layers (2.11 to 2.14, ``_ConvBnNd._forward_approximate``) quantize the weight times the factor, and
-    divide by the factor: 0, as a branch has it that begins with nothing, or what is almost 0, as a channel that died,
-    gives no number. What a channel gives is moved by a ten thousandth of its deviation from the mean at most.
+    divide by the factor. With 0 or almost 0 the result is no number. A branch that starts with nothing has 0. A dead
+    channel has almost 0. A channel's output moves by at most a ten thousandth of its standard deviation.
     """
     for _, norm in _with_norms(traced):
         assert isinstance(norm.running_var, torch.Tensor)
@@ -70,7 +70,7 @@ def lift_factors(traced: fx.GraphModule) -> None:
 
 
 def _with_norms(traced: fx.GraphModule) -> Iterator[tuple[Any, _BatchNorm]]:
-    """Layers with the norm that alone sees what they give, with factors and statistics of its own."""
+    """Yield each layer with the norm that is its only reader. The norm has factors and statistics."""
     for node in traced.graph.nodes:
         norm = called_module(traced, node)
         if not isinstance(norm, _BatchNorm) or not norm.affine or norm.running_mean is None:

@@ -1,4 +1,4 @@
-"""Calls that torch.ao (2.11 to 2.14) gets wrong, said as others that give the same numbers."""
+"""Rewrites calls that torch.ao (2.11 to 2.14) gets wrong as others that give the same numbers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _BOUNDS: Final = {"min": torch.maximum, "max": torch.minimum}
 
 
 def write_types(module: fx.GraphModule) -> int:
-    """Write ``x.type_as(y)`` and ``x.to(y)`` as ``x.to(dtype)``, in place: they read no number of ``y``.
+    """Write ``x.type_as(y)`` and ``x.to(y)`` as ``x.to(dtype)``, in place. They read no value of ``y``.
 
-    torch.ao has ``y`` dequantized for it, and an exporter drops it; what is left has other quantizers than the program.
+    torch.ao dequantizes ``y`` for the call, and an exporter drops it. The graph then has other quantizers than the
+    program.
 
     Args:
-        module: traced, with the types that `note_shapes` notes.
+        module: traced, with the dtypes that `note_shapes` notes.
 
     Returns:
-        How many were written.
+        The number of calls written.
     """
     found = [node for node in module.graph.nodes if _asks_for_a_type(node)]
     for node in found:
@@ -35,21 +36,21 @@ def write_types(module: fx.GraphModule) -> int:
 
 
 def _asks_for_a_type(node: fx.Node) -> bool:
-    """Whether it gives a tensor the type of another one."""
+    """Tell whether a node converts a tensor to the dtype of another one."""
     called = called_function(node)
     return called == "type_as" or (called == "to" and any(shape_of(other) is not None for other in node.args[1:]))
 
 
 def drop_empty(module: fx.GraphModule) -> int:
-    """Leave out what has no numbers where something is put together, in place: no int8 program holds such a tensor.
+    """Remove empty tensors from concatenations, in place. No int8 program can hold an empty tensor.
 
-    vit-pytorch's ViT has tokens of its own, of which there are none where it takes the mean.
+    vit-pytorch's ViT concatenates its own tokens. There are none if it takes the mean.
 
     Args:
         module: traced, with the shapes that `note_shapes` notes.
 
     Returns:
-        Of how many concatenations.
+        The number of concatenations changed.
     """
     changed = 0
     for node in list(module.graph.nodes):
@@ -57,7 +58,7 @@ def drop_empty(module: fx.GraphModule) -> int:
             continue
         parts: Any = node.args[0] if node.args else node.kwargs["tensors"]
         if isinstance(parts, fx.Node):
-            continue  # what is put together was one tensor
+            continue  # the parts are pieces of one tensor
         left = [part for part in parts if 0 not in (shape_of(part) or ())]
         if not 0 < len(left) < len(parts):
             continue
@@ -72,13 +73,15 @@ def drop_empty(module: fx.GraphModule) -> int:
 
 
 def write_bounds(module: fx.GraphModule) -> int:
-    """Write clamps to tensors as a maximum and a minimum, in place: of integers torch.ao clamps to numbers alone.
+    """Write clamps with tensors as bounds as a maximum and a minimum, in place.
+
+    torch.ao can clamp integers to plain numbers only.
 
     Args:
         module: traced, with the shapes that `note_shapes` notes.
 
     Returns:
-        How many were written.
+        The number of clamps written.
     """
     written = 0
     for node in list(module.graph.nodes):

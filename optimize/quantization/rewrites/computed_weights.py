@@ -1,4 +1,4 @@
-"""Weights that a layer computes at each call as weights that it has: integers are made of those, and copies."""
+"""Stores weights that a layer computes at each call as constants. Quantizing and copying need stored weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-#: What computed weights before there were parametrisations. Such a weight is a plain attribute with a gradient: torch's
-#: ``deepcopy`` refuses it, and torch.ao (2.11 to 2.14) takes it for no weight.
+#: The hooks that computed weights before parametrisations existed. Such a weight is a plain attribute with a gradient.
+#: Torch's ``deepcopy`` refuses it, and torch.ao (2.11 to 2.14) does not see it as a weight.
 _HOOKS = (WeightNorm, SpectralNorm)
 
 
 def store_weights(module: nn.Module) -> None:
-    """Replace layers whose weights are computed by torch's own with what comes out, in place.
+    """Replace layers with computed weights by torch's own layers with the computed values, in place.
 
-    torch.ao (2.11 to 2.14) writes to the weights of what it trains. Not by ``remove_parametrizations``, which changes a
-    layer's class: copies of the layer have the same one, and would lose their weights with it.
+    torch.ao (2.11 to 2.14) writes to the weights of layers that it trains. ``remove_parametrizations`` is not used
+    because it changes a layer's class. Copies of the layer share that class and would lose their weights.
 
     Args:
         module: in eval mode, traced or not.
@@ -52,7 +52,7 @@ def _unhooked(layer: Any) -> nn.Module:
         _parameters={name: value for name, value in layer._parameters.items() if name not in parts},
         _buffers={name: value for name, value in layer._buffers.items() if name not in parts},
         _forward_pre_hooks=OrderedDict(others),
-        # Those of a spectral norm look for its vectors.
+        # The hooks of a spectral norm expect its vectors.
         _state_dict_hooks=OrderedDict(),
         _load_state_dict_pre_hooks=OrderedDict(),
     )

@@ -1,8 +1,8 @@
-"""Tensors that a forward makes for each image of no image's numbers, as coordinates are: made once.
+"""Computes tensors that do not depend on the images, such as coordinates, once instead of for each image.
 
-Where they are put together with an image, torch.ao (2.11 to 2.14) looks for what gives them until it comes to a number,
-and fails (``'int' object has no attribute 'args'``). What ``x.new_ones(8, 1, 1)`` gives is to it what an image gives,
-and would be quantized whenever a graph is loaded.
+If they are joined with an image, torch.ao (2.11 to 2.14) follows their inputs until it meets a number, and fails
+(``'int' object has no attribute 'args'``). It takes the result of ``x.new_ones(8, 1, 1)`` for an image, and would
+quantize it whenever a graph is loaded.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from optimize.tracing.proxies import METHODS
 
 _NEW = ("new_zeros", "new_ones", "new_full", "new_tensor")
 _ASKED = ("shape", "size", "device", "dtype", "dim", "ndim", "numel")
-#: What is drawn anew each time, and what holds anything.
+#: Operators that draw random numbers, or return uninitialised memory.
 _DRAWN = ("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout")
 
 
 def make_once(module: fx.GraphModule, example: torch.Tensor) -> int:
-    """Make buffers of the tensors that depend on no more of the images than their type and sizes, in place.
+    """Make buffers of the tensors that depend only on the dtype and the sizes of the images, in place.
 
     Args:
         module: traced, in eval mode, with the shapes that `note_shapes` notes.
-        example: ``(N, C, H, W)``. Sizes that are others of another number of images are left to be asked for.
+        example: ``(N, C, H, W)``. Sizes that depend on the number of images stay dynamic.
 
     Returns:
-        How many.
+        The number of buffers made.
     """
     if not any(_begins(node) for node in module.graph.nodes):
         return 0
@@ -47,7 +47,7 @@ def make_once(module: fx.GraphModule, example: torch.Tensor) -> int:
             replace(node, module.graph.get_attr(name))
         for reader in readers:
             if reader.op == "call_method" and reader.target in METHODS and isinstance(reader.args[1], fx.Node):
-                reader.args = (reader.args[0], reader.args[1:])  # of a proxy they may be given one by one
+                reader.args = (reader.args[0], reader.args[1:])  # with a proxy, sizes may be given one by one
         made += 1
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -55,7 +55,7 @@ def make_once(module: fx.GraphModule, example: torch.Tensor) -> int:
 
 
 def _begins(node: fx.Node) -> bool:
-    """Whether a node makes a tensor of what is none, or of a tensor's type."""
+    """Tell whether a node creates a tensor from other values, or from a tensor's dtype."""
     if node.op == "call_method" and node.target in _NEW:
         return True
     tensors = [given for given in node.all_input_nodes if shape_of(given) is not None]
@@ -82,18 +82,18 @@ def _known(module: fx.GraphModule, example: torch.Tensor) -> dict[fx.Node, Any]:
 
 
 def _asks(node: fx.Node) -> bool:
-    """Whether a node asks a tensor for what may be the same for all images."""
+    """Tell whether a node reads a property of a tensor that may be the same for all images."""
     method = node.target if node.op == "call_method" else None  # layers, tensors and inputs may have such names, too
     asked: Any = node.args[1] if node.target is getattr else method
     return asked in _ASKED and isinstance(given := node.args[0], fx.Node) and shape_of(given) is not None
 
 
 class _Values(fx.Interpreter):
-    """What is asked of tensors in a run of a module, by node."""
+    """The properties of tensors that are read in a run of a module, by node."""
 
     @classmethod
     def of(cls, module: fx.GraphModule, example: torch.Tensor) -> tuple[dict[fx.Node, Any], ...]:
-        """Of two runs, of other numbers of images."""
+        """Return them for two runs with different numbers of images."""
         found = []
         for count in (2, 3):
             run = cls(module)

@@ -1,7 +1,7 @@
-"""Dropouts, which do nothing in eval mode, and are not to be watched for it.
+"""Removes dropouts. They do nothing in eval mode and must get no observer.
 
-FX (2.11 to 2.14) gives one that reads no integers the range of the nearest that are: of what a pool reads that is
-computed in float, or of what a GELU reads.
+FX (2.11 to 2.14) gives a dropout that reads no integers the range of the nearest node that does. An example is the
+input of a pool in float, or of a GELU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from optimize.quantization.targets import DROPOUTS
 
 
 def drop_dropouts(module: fx.GraphModule) -> int:
-    """Take them away, in place.
+    """Remove dropouts, in place.
 
     Args:
         module: traced, in eval mode.
 
     Returns:
-        How many.
+        The number of dropouts removed.
     """
     found = [
         node

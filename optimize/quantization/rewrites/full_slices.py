@@ -1,7 +1,7 @@
-"""Slices that take everything: left out, because an observer of their own would round the same tensor once more.
+"""Removes slices that select everything. An observer behind one would round the same tensor once more.
 
-GhostNet takes of ``torch.cat([x, cheap(x)], 1)`` the first channels, of which there are as many as are wanted. OpenVINO
-(2026.4.1) crashes (SIGSEGV) when it compiles a concatenation that is quantized, dequantized and quantized again.
+GhostNet takes the first channels of ``torch.cat([x, cheap(x)], 1)``, which may be all of them. OpenVINO (2026.4.1)
+crashes (SIGSEGV) when it compiles a concatenation that is quantized, dequantized and quantized again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from optimize.quantization.graph.editing import replace, shape_of
 
 
 def drop_whole_slices(module: fx.GraphModule) -> int:
-    """Read what is sliced where the slice is all of it, in place.
+    """Make readers of a slice that selects everything read its input, in place.
 
     Args:
         module: traced, with the shapes that `note_shapes` notes.
 
     Returns:
-        How many slices were left out.
+        The number of slices removed.
     """
     dropped = 0
     for node in [node for node in module.graph.nodes if node.target is operator.getitem]:
@@ -30,7 +30,8 @@ def drop_whole_slices(module: fx.GraphModule) -> int:
         axes, shape = [part for part in parts if part is not Ellipsis], shape_of(given)
         if shape is None or shape != shape_of(node):
             continue
-        # As many images as there are is not as many as the example has. An Ellipsis may stand for no axis.
+        # A slice of the batch axis is never whole by its size, because the batch may differ from the example's. An
+        # Ellipsis may stand for no axis.
         whole = not axes or axes[0] == slice(None) or (parts[0] is Ellipsis and len(axes) < len(shape))
         if whole and all(isinstance(part, slice) and part.step in (None, 1) for part in axes):
             replace(node, given)

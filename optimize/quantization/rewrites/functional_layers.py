@@ -1,8 +1,8 @@
-"""Convolutions and linear layers that a network calls as functions, and padding that kernels have none of, as layers.
+"""Writes functional convolutions and linear layers as modules, and unsupported padding as separate pads.
 
-torch.ao (2.11 to 2.14) packs a function's convolution only if each of its arguments stands in its place, as a tuple;
-``conv2d(x, weight, padding=1)`` fails. Its quantized layers refuse "same" and "valid", its packed ones know reflection
-alone, and its reference layers, which graphs are made of, fill with zeros whatever the layer's ``padding_mode`` is.
+torch.ao (2.11 to 2.14) packs a functional convolution only if all its arguments are positional tuples. ``conv2d(x,
+weight, padding=1)`` fails. Its quantized layers refuse "same" and "valid". Its packed layers only know reflection. Its
+reference layers, from which graphs are made, pad with zeros whatever ``padding_mode`` says.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ _PADDED = tuple(_CONVOLUTIONS.values())
 
 
 def lift_functions(module: fx.GraphModule) -> int:
-    """Write convolutions and linear layers that are called as functions of constants as layers, in place.
+    """Write functional convolutions and linear layers with constant weights as modules, in place.
 
-    One whose weight depends on the image, as a dynamic convolution's, has no integers for it and stays in float. So
-    does a transposed one, and what a network does to its images with fixed weights, before anything that it has
-    learned: `before_layers`.
+    A weight that depends on the image, as in a dynamic convolution, has no integers. Such a layer stays in float. So do
+    transposed convolutions, and operations with fixed weights in front of the first learned layer (see
+    `before_layers`).
 
     Args:
         module: traced.
 
     Returns:
-        How many were written.
+        The number of layers written.
 
     Raises:
-        NotApplicableError: a convolution has as many groups as there are images: what is traced has a number of them.
+        NotApplicableError: a convolution has as many groups as images, and the traced network fixes that number.
     """
     lifted = 0
     _, early = before_layers(module, lambda node: learned(module, node))
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in _TRANSPOSED:
-            call_in_float(module, node)  # as layers of that kind do, see `Target`
+            call_in_float(module, node)  # as modules of that kind, see `Target`
         if node.op != "call_function" or node.target not in _ARGUMENTS:
             continue
         given: dict[str, Any] = {**dict(zip(_ARGUMENTS[node.target], node.args, strict=False)), **node.kwargs}
@@ -70,7 +70,7 @@ def lift_functions(module: fx.GraphModule) -> int:
                 f"CondConv's) works for one size of batch in what is traced; without it, the others can be quantized"
             )
         if node in early or any(computed(value) for name, value in given.items() if name != "input"):
-            call_in_float(module, node)  # the integers of such weights are no constants
+            call_in_float(module, node)  # the integers of such weights are not constant
             continue
         if not computed(given["input"]):
             continue
@@ -78,7 +78,7 @@ def lift_functions(module: fx.GraphModule) -> int:
         with torch.no_grad():
             values = {name: constant_value(module, value) for name, value in given.items()}
         name = free_name(module, f"{node.name}_layer")
-        # In the module's mode: torch.ao folds no norm in eval mode into a layer in training mode.
+        # In the module's mode: torch.ao does not fold a norm in eval mode into a layer in training mode.
         module.add_submodule(name, _layer(node.target, values).train(module.training))
         with module.graph.inserting_before(node):
             replace(node, module.graph.call_module(name, (read,)))
@@ -90,7 +90,7 @@ def lift_functions(module: fx.GraphModule) -> int:
 
 
 def _drop_unread(module: fx.GraphModule) -> None:
-    """Delete parameters that are the network's own and that no node reads: each layer has its own by now."""
+    """Delete the network's own parameters that no node reads. Each layer has its own by now."""
     read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
     for name, _ in list(module.named_parameters(recurse=False)):
         if name not in read:
@@ -114,13 +114,13 @@ def _layer(function: Any, values: dict[str, Any]) -> nn.Module:
 
 
 def write_out_padding(module: fx.GraphModule) -> int:
-    """Pad in front of convolutions that fill their borders with anything but zeros, or by a word, in place.
+    """Write a pad in front of convolutions with other than zero padding, or with padding given by a word, in place.
 
     Args:
         module: traced.
 
     Returns:
-        In front of how many.
+        The number of convolutions changed.
     """
     written = 0
     changed: dict[int, _ConvNd] = {}
@@ -128,7 +128,7 @@ def write_out_padding(module: fx.GraphModule) -> int:
         layer = called_module(module, node)
         if type(layer) not in _PADDED or not isinstance(layer, _ConvNd):
             continue
-        borders = list(layer._reversed_padding_repeated_twice)  # in the order of `functional.pad`
+        borders = list(layer._reversed_padding_repeated_twice)  # in the order that `functional.pad` takes
         if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
             continue
         even = layer.padding_mode == "zeros" and borders[::2] == borders[1::2]

@@ -1,6 +1,6 @@
-"""Layers, tensors and parameters that are shared in a network: one for each who uses them.
+"""Gives each user of a shared layer, tensor or parameter its own copy.
 
-A weight that is rounded, a sign that is turned or a bias that is shifted for one of them would be so for the others.
+A weight that is rounded, a sign that is turned or a bias that is shifted for one user would otherwise change for all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def part_calls(module: fx.GraphModule) -> None:
 
 
 def part_tensors(module: fx.GraphModule) -> None:
-    """Give who reads a tensor of a layer that is called, too, one of its own, in place: an int8 layer's is a method."""
+    """Give nodes that read a tensor of a layer a copy if the layer is also called, in place.
+
+    The weight of an int8 layer is a method.
+    """
     called = {id(called_module(module, node)) for node in module.graph.nodes if node.op == "call_module"}
     for node in module.graph.nodes:
         owner, _, _ = str(node.target).rpartition(".")
@@ -48,7 +51,7 @@ def part_tensors(module: fx.GraphModule) -> None:
 
 
 def part_parameters(module: nn.Module) -> None:
-    """Give each layer parameters of its own, in place."""
+    """Give each layer its own parameters, in place."""
     known: set[int] = set()
     for layer in module.modules():
         for name, parameter in layer.named_parameters(recurse=False):

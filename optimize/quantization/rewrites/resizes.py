@@ -1,4 +1,4 @@
-"""Maps that are scaled in ways that no int8 kernel knows: in float, and in a graph as the products that they are."""
+"""Resizes that no int8 kernel knows: they stay in float, and become matrix products in a graph."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from optimize.quantization.placement.float_calls import InFloat, call_in_float
 
 _ATEN = torch.ops.aten
 _RESIZES = (functional.interpolate, functional.upsample)
-#: Ranks of what torch's int8 kernels (2.11 to 2.14) scale, by mode; none of them blurs before (``antialias``).
+#: Input ranks of torch's int8 resize kernels (2.11 to 2.14), by mode. None of them antialiases.
 _KERNELS = {"nearest": (4, 5), "nearest-exact": (4, 5), "bilinear": (4,), "area": (3, 4, 5)}
-#: By cubic curves, or blurred before.
+#: Cubic or antialiased resizes.
 _AS_PRODUCTS = frozenset({
     _ATEN.upsample_bicubic2d.vec,
     _ATEN._upsample_bicubic2d_aa.vec,
@@ -26,15 +26,15 @@ _AS_PRODUCTS = frozenset({
 
 
 def free_resizes(module: fx.GraphModule) -> int:
-    """Let those resizes stay in float that torch has no int8 kernel for, in place.
+    """Keep resizes in float for which torch has no int8 kernel, in place.
 
-    torch.ao (2.11 to 2.14) gives all of them the range of what they scale, which a cubic curve overshoots.
+    torch.ao (2.11 to 2.14) gives every resize the range of its input, which a cubic curve overshoots.
 
     Args:
         module: traced, with the shapes that `note_shapes` notes.
 
     Returns:
-        How many.
+        The number of resizes kept in float.
     """
     freed = 0
     for node in list(module.graph.nodes):
@@ -59,18 +59,18 @@ def free_resizes(module: fx.GraphModule) -> int:
 
 
 def write_out_resizes(module: fx.GraphModule) -> int:
-    """Write resizes by cubic curves, and blurred ones, as two products with constants, of rows and columns, in place.
+    """Write cubic and antialiased resizes as two matrix products with constants, for rows and columns, in place.
 
-    TensorRT (10 and 11) takes neither, and behind an int8 convolution ONNX Runtime (1.31) asks a cubic one with the
-    channels last, in which its own kernel refuses to make a map smaller. Each scales along both axes by itself and is
-    linear, so that one column of its matrix is what it makes of a 1 among zeros. The sums have another order than the
-    operator's, and nothing else differs.
+    TensorRT (10 and 11) accepts neither. Behind an int8 convolution ONNX Runtime (1.31) runs a cubic resize with
+    channels last, and its own kernel then refuses to make a map smaller. A resize is linear and scales each axis alone.
+    So one column of its matrix is the result for a 1 among zeros. Only the order of the sums differs from the
+    operator's.
 
     Args:
-        module: a program's, of ``aten`` operators, for maps of one size.
+        module: of a program, with ``aten`` operators, for maps of one size.
 
     Returns:
-        How many there were.
+        The number of resizes written.
     """
     found = [node for node in module.graph.nodes if node.target in _AS_PRODUCTS]
     for number, node in enumerate(found):
@@ -89,9 +89,9 @@ def write_out_resizes(module: fx.GraphModule) -> int:
 
 
 def _matrix(node: fx.Node, axis: int, size: int) -> torch.Tensor:
-    """What a resize multiplies ``size`` numbers along an axis with: ``float32 (scaled size, size)``."""
+    """Return the matrix of a resize along an axis with ``size`` values: ``float32 (scaled size, size)``."""
     _, _, corners, factors = (*node.args, *[None] * 4)[:4]
-    wanted = [int(node.meta["val"].shape[axis]), size]  # the other axis numbers the ones, and stays as it is
+    wanted = [int(node.meta["val"].shape[axis]), size]  # the other axis numbers the unit vectors and keeps its size
     factor = [factors[axis], 1.0] if isinstance(factors, list | tuple) else None
     assert callable(node.target)
     matrix: torch.Tensor = node.target(torch.eye(size)[None, None], None if factor else wanted, corners, factor)

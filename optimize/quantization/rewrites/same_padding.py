@@ -1,6 +1,6 @@
-"""Convolutions that pad by the size of their images, as timm's ``Conv2dSame``: as that padding and a convolution.
+"""Writes convolutions whose padding depends on the image size, as timm's ``Conv2dSame``, as a pad and a convolution.
 
-Tracing knows no sizes, and keeps such a layer as one call of a foreign class, which torch.ao would leave in float.
+Tracing knows no sizes. It keeps such a layer as one call of a foreign class, which torch.ao would leave in float.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from optimize.tracing.trace import note_shapes, trace
 
 
 def write_out_same(module: fx.GraphModule, example: torch.Tensor) -> int:
-    """Write such layers as calls of ``pad`` and as torch's convolutions of the same names, in place.
+    """Write such layers as calls of ``pad`` and torch convolutions with the same names, in place.
 
-    A layer that does anything else with its images is left as it is.
+    A layer that does anything else with its images stays unchanged.
 
     Args:
         module: traced, in eval mode.
-        example: ``float32 (N, C, H, W)``.
+        example: an input, ``float32 (N, C, H, W)``.
 
     Returns:
-        How many layers were written.
+        The number of layers written.
     """
     found: dict[str, list[fx.Node]] = {}
     for node in module.graph.nodes:
@@ -61,7 +61,7 @@ def _is_foreign(layer: nn.Module | None) -> bool:
 
 
 def _written(layer: nn.Module, node: fx.Node) -> tuple[fx.Node | None, nn.Module] | None:
-    """What a call of a layer pads with, and the convolution behind that; None where it is anything else."""
+    """Return the pad of a layer's call, and the convolution behind it. None: the layer is anything else."""
     shape = shape_of(node.args[0]) if len(node.args) == 1 and not node.kwargs else None
     if shape is None:
         return None

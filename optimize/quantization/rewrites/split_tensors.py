@@ -1,7 +1,7 @@
-"""Tensors in pieces that are read as a whole: written so that each piece is.
+"""Rewrites reads of a tuple of pieces as reads of each piece.
 
-Of ``torch.cat(x.chunk(2, 1)[::-1], 1)`` the pieces are never tensors of the traced graph, which torch.ao (2.11 to 2.14)
-could watch: it watches the tuple, and its observer fails.
+The pieces of ``torch.cat(x.chunk(2, 1)[::-1], 1)`` never are tensors of the traced graph. torch.ao (2.11 to 2.14) puts
+an observer on the tuple, and it fails.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _IN_PIECES = frozenset(
 
 
 def take_pieces(module: fx.GraphModule) -> int:
-    """Give whatever reads all or some pieces of a tensor these, one by one, in place.
+    """Make readers of all or several pieces of a tensor read the pieces one by one, in place.
 
     Args:
-        module: traced, with the shapes that nodes have for an example.
+        module: traced, with the shapes of its nodes for an example.
 
     Returns:
-        How many tensors are in such pieces.
+        The number of split tensors changed.
     """
     found = 0
     for node in list(module.graph.nodes):
@@ -38,7 +38,7 @@ def take_pieces(module: fx.GraphModule) -> int:
 
 
 def _write_out(graph: fx.Graph, node: fx.Node) -> bool:
-    """Whether anything read the pieces of a node as a whole."""
+    """Write out the pieces of a node, and tell whether anything read several of them at once."""
     slices: dict[fx.Node, Any] = {user: user.args[1] for user in node.users if _is_slice(user)}
     whole = [user for user in node.users if user.target is not operator.getitem or user in slices]
     if not whole:
@@ -62,7 +62,7 @@ def _write_out(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _replace(reader: fx.Node, whole: fx.Node, pieces: list[fx.Node]) -> None:
-    """Let a node read pieces in the place of a tuple of them."""
+    """Make a node read the pieces in the place of their tuple."""
     given = (reader.args, reader.kwargs)
     reader.args, reader.kwargs = fx.map_arg(given, lambda each: tuple(pieces) if each is whole else each)
 

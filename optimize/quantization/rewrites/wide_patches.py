@@ -1,11 +1,11 @@
-"""Convolutions of wide patches that do not overlap, written as the products that they are: their kernels are wrong.
+"""Writes convolutions of wide patches that do not overlap as matrix products, because their AMX kernels are wrong.
 
-oneDNN's int8 and bfloat16 convolutions for AMX (as of torch 2.14, and in OpenVINO 2026) give numbers of no use where
-channels times a row of the kernel are 128 or more and a multiple of 64, of fewer than 64 channels: 32 by 4 x 4, or 16
-by 8 x 8. They take several pixels for one with more channels; oneDNN has turned that off for AArch64, where it was
-wrong as well (uxlfoundation/oneDNN, pull request 4684). Transformers reduce keys and values by such layers (PVT v2,
-SegFormer). What steps by less than its kernel (16 channels by 8 x 8 in steps of 4) is left: whether int8 answers are
-right is checked anyhow.
+oneDNN's int8 and bfloat16 convolutions for AMX (as of torch 2.14, and in OpenVINO 2026) give useless numbers for some
+shapes. The layer has fewer than 64 channels, and channels times kernel width are 128 or more and a multiple of 64.
+Examples are 32 channels by 4 x 4, and 16 by 8 x 8. The kernels treat several pixels as one with more channels. oneDNN
+turned that off for AArch64, where it was wrong as well (uxlfoundation/oneDNN, pull request 4684). Transformers reduce
+keys and values with such layers (PVT v2, SegFormer). Convolutions whose stride is less than their kernel (16 channels
+by 8 x 8 with stride 4) stay unchanged. A later check tells whether int8 answers are right.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from optimize.quantization.graph.editing import Writer, shape_of
 
-# Seen wrong from 8 to 56 channels, and from a width of 4 on. Images of 3 or 4 channels are right.
+# Seen wrong from 8 to 56 channels, and from a width of 4 on. Images with 3 or 4 channels are right.
 _FEW: Final = range(5, 64)
 _WIDE: Final = 4
 _LONG: Final = 128
@@ -25,13 +25,13 @@ _AT_ONCE: Final = 64
 
 
 def unfold_patches(module: fx.GraphModule) -> int:
-    """Let wide convolutions that step from patch to patch read each patch as one place, in place: the same products.
+    """Make wide convolutions without overlap read each patch as one place, in place. The products are the same.
 
     Args:
-        module: traced, with the shapes that `note_shapes` notes; each layer is called once.
+        module: traced, with the shapes that `note_shapes` notes. Each layer is called once.
 
     Returns:
-        Of how many layers.
+        The number of layers changed.
     """
     found = [node for node in module.graph.nodes if node.op == "call_module" and _reads_patches(module, node)]
     for node in found:
@@ -57,9 +57,9 @@ def unfold_patches(module: fx.GraphModule) -> int:
 
 
 def is_misread(channels: int, width: int, groups: int) -> bool:
-    """Whether a convolution has so many channels, and its kernel's rows so many places, that kernels for AMX err.
+    """Tell whether AMX kernels are wrong for a convolution with these channels and this kernel width.
 
-    Of steps from patch to patch that is known; a kernel that is made wider for another's sake is not to become one.
+    This is known for convolutions without overlap. A kernel that is widened for another reason must not become one.
     """
     row = channels * width
     return groups == 1 and channels in _FEW and row >= _LONG and row % _AT_ONCE == 0

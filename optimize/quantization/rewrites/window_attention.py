@@ -1,4 +1,4 @@
-"""Attention in windows, of torchvision's Swin and its second version, written out as layers and products."""
+"""Writes out window attention, of torchvision's Swin and its second version, as layers and products."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optimize.tracing.constants import NotConstantError, constant_value
 
 @dataclass(frozen=True)
 class _Windows:
-    """How an image of tokens is cut: sides of the image, of a window, and by how much windows are shifted."""
+    """The division of a map of tokens: sides of the map, of a window, and the shift of the windows."""
 
     sides: tuple[int, int]
     window: tuple[int, int]
@@ -30,22 +30,22 @@ class _Windows:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Rows and columns of windows; the last of each may reach beyond the image."""
+        """Number of rows and columns of windows. The last ones may reach beyond the map."""
         return -(-self.sides[0] // self.window[0]), -(-self.sides[1] // self.window[1])
 
     @property
     def padding(self) -> tuple[int, int]:
-        """What is missing below and to the right."""
+        """The missing places at the bottom and on the right."""
         tall, wide = (count * side for count, side in zip(self.counts, self.window, strict=True))
         return tall - self.sides[0], wide - self.sides[1]
 
     @property
     def length(self) -> int:
-        """Tokens of a window."""
+        """Number of tokens in a window."""
         return math.prod(self.window)
 
     def cut(self, write: Writer, image: fx.Node) -> fx.Node:
-        """``(N, H, W, C)`` as ``(N windows, length, C)``."""
+        """Write ``(N, H, W, C)`` as ``(N windows, length, C)``."""
         if any(self.padding):
             image = write.function(functional.pad, image, (0, 0, 0, self.padding[1], 0, self.padding[0]))
         if any(self.shift):
@@ -55,7 +55,7 @@ class _Windows:
         return write.method("reshape", write.method("permute", parts, 0, 1, 3, 2, 4, 5), -1, self.length, self.channels)
 
     def join(self, write: Writer, parts: fx.Node) -> fx.Node:
-        """The inverse of `cut`."""
+        """Write the inverse of `cut`."""
         (rows, columns), (tall, wide) = self.counts, self.window
         parts = write.method("reshape", parts, -1, rows, columns, tall, wide, self.channels)
         parts = write.method("permute", parts, 0, 1, 3, 2, 4, 5)
@@ -68,7 +68,7 @@ class _Windows:
         return image
 
     def mask(self) -> torch.Tensor:
-        """What keeps apart the tokens of shifted windows that do not touch in the image.
+        """Return the mask that separates tokens of a shifted window that are not neighbours in the image.
 
         Returns:
             0 or -100, ``(windows, 1, length, length)``.
@@ -89,7 +89,7 @@ class _Windows:
 
 
 def write_window(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Torchvision's attention in windows, with a mask where they are shifted (Liu et al. 2021, arXiv:2103.14030).
+    """Write out torchvision's window attention, with a mask for shifted windows (Liu et al. 2021, arXiv:2103.14030).
 
     With ``logit_scale`` it is the cosine attention of its second version (arXiv:2111.09883, section 3.2).
     """
@@ -103,7 +103,7 @@ def write_window(module: fx.GraphModule, node: fx.Node) -> bool:
     if shape is None or asked["training"] or not window_name(node):
         return False
     windows = _Windows((shape[1], shape[2]), tuple(asked["window_size"]), (0, 0), shape[3])
-    # Windows are not shifted in a direction in which one spans all.
+    # Windows are not shifted along an axis that one window spans.
     shift = [0 if count == 1 else by for count, by in zip(windows.counts, asked["shift_size"], strict=True)]
     windows = dataclasses.replace(windows, shift=(shift[0], shift[1]))
     write = Writer(module, window_name(node))
@@ -121,7 +121,10 @@ def write_window(module: fx.GraphModule, node: fx.Node) -> bool:
 def _projected(
     write: Writer, tokens: fx.Node, constants: Mapping[str, torch.Tensor | None], heads: int, length: int
 ) -> list[fx.Node]:
-    """Query, key and value, each ``(N windows, heads, length, depth)``; of cosine attention normalised."""
+    """Return query, key and value, each ``(N windows, heads, length, depth)``.
+
+    For cosine attention they are normalised.
+    """
     weight, bias = constants["qkv_weight"], constants["qkv_bias"]
     assert weight is not None
     weights = list(weight.chunk(3))
@@ -129,7 +132,7 @@ def _projected(
     depth = len(weights[0]) // heads
     cosine = constants["logit_scale"] is not None
     if cosine:
-        biases[1] = None  # whatever the parameter holds: the second version's keys have none
+        biases[1] = None  # keys have no bias in the second version, whatever the parameter holds
     else:
         weights[0], biases[0] = weights[0] * depth**-0.5, scaled(biases[0], depth**-0.5)
     found = []
@@ -137,8 +140,8 @@ def _projected(
         part = write.linear(f"qkv.{name}", tokens, weight, bias)
         part = write.method("permute", write.method("reshape", part, -1, length, heads, depth), 0, 2, 1, 3)
         if cosine and name != "value":
-            # As `functional.normalize`, whose Expand in ONNX is not needed: a division broadcasts.
-            # OpenVINO 2026.4.1 answers something else where a quantizer lies behind an Expand.
+            # This is `functional.normalize` without its Expand in ONNX, since a division broadcasts. OpenVINO 2026.4.1
+            # gives wrong results where a quantizer follows an Expand.
             norm = write.function(torch.linalg.vector_norm, part, dim=-1, keepdim=True)
             part = write.function(operator.truediv, part, write.method("clamp_min", norm, 1e-12))
         found.append(part)
@@ -148,7 +151,7 @@ def _projected(
 def _placed(
     write: Writer, scores: fx.Node, constants: Mapping[str, torch.Tensor | None], heads: int, windows: _Windows
 ) -> fx.Node:
-    """Scores with what is known of positions: their bias, and the mask of shifted windows."""
+    """Add what depends on positions to the scores: their bias, and the mask of shifted windows."""
     if (logit_scale := constants["logit_scale"]) is not None:
         factor = logit_scale.clamp(max=math.log(100.0)).exp()
         scores = write.function(operator.mul, scores, write.constant("logit_factor", factor))
@@ -164,13 +167,13 @@ def _placed(
 
 
 def _bound(node: fx.Node) -> dict[str, Any]:
-    """The arguments of torchvision's function, by name."""
+    """Return the arguments of torchvision's function, by name."""
     call = inspect.signature(shifted_window_attention).bind(*node.args, **node.kwargs)
     call.apply_defaults()
     return call.arguments
 
 
 def window_name(node: fx.Node) -> str:
-    """The name of the module whose attention this call is; empty where the graph does not tell."""
+    """Return the name of the module whose attention this call is, or '' if the graph does not tell."""
     weight = _bound(node)["qkv_weight"]
     return str(weight.target).rpartition(".")[0].rpartition(".")[0] if isinstance(weight, fx.Node) else ""
