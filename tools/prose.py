@@ -32,6 +32,7 @@ HELD = (
     *(
         f"docs/explanations/{name}.md"
         for name in (
+            "int8",
             "limits",
             "measuring",
             "observability",
