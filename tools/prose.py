@@ -38,6 +38,7 @@ HELD = (
             "observability",
             "own-server",
             "recommendation",
+            "security",
             "store",
             "torchserve",
             "training",
