@@ -1,5 +1,5 @@
-"""Images and labels, from a reference to batches of pixels.
+"""Reads images and labels: from a reference to batches of pixels.
 
-In: a reference such as ``imagefolder:photos``. Does: finds, splits, fingerprints, decodes with the serving runtime.
-Out: ``uint8`` batches and labels.
+Input: a reference such as ``imagefolder:photos``. Does: finds, splits and fingerprints the images, and decodes them
+with the serving runtime. Output: ``uint8`` batches and labels.
 """

@@ -14,19 +14,18 @@ from serve.runtime.images.lean_torchvision import functional as transforms
 def augment(batch: torch.Tensor, kind: Augmentation, draws: Draws) -> torch.Tensor:
     """Shift each image of a ``uint8`` ``(N, C, H, W)`` batch at random, and mirror half of them for ``shift+flip``.
 
-    Shifts are whole pixels, up to an eighth of each side. What comes in from outside is black for
-    ``shift`` (glyphs on a ground) and the image's own reflection for ``shift+flip`` (photographs).
-
-    torchvision's own random transforms are not used: they change all images of a batch alike, and take their
-    random numbers from the process's generator, so that a run could not be repeated.
+    Shifts are whole pixels, up to an eighth of each side. The uncovered border is black for ``shift`` (glyphs on a
+    ground), and the image's own reflection for ``shift+flip`` (photographs). torchvision's own random transforms are
+    not used. They change all images of a batch alike, and take their random numbers from the process's generator, so
+    that a run could not be repeated.
 
     Args:
         batch: the images.
-        kind: what may be done to them.
-        draws: the random numbers of these images; what happens to one depends on no other.
+        kind: the kind of changes.
+        draws: the random numbers of these images. The change of one image does not depend on the others.
 
     Returns:
-        A new batch of the same shape, dtype and device; ``batch`` itself for ``none``.
+        A new batch of the same shape, dtype and device. For ``none`` it is ``batch`` itself.
     """
     if kind == "none":
         return batch
@@ -36,8 +35,8 @@ def augment(batch: torch.Tensor, kind: Augmentation, draws: Draws) -> torch.Tens
     mirrored = (draws.uniform(2) < 0.5).tolist() if kind == "shift+flip" else [False] * count
     mode = "reflect" if kind == "shift+flip" else "constant"
     moved = torch.empty_like(batch)
-    # On a CPU, padding a batch of photographs at once takes five times as long: it leaves the caches. On a GPU, each
-    # call costs as much for one image as for all.
+    # On a CPU, padding a whole batch of photographs takes five times as long, because it leaves the caches. On a GPU,
+    # each call costs as much for one image as for all.
     together = count if batch.is_cuda else 1
     parts = (transforms.pad(part, [reach_x, reach_y], padding_mode=mode) for part in torch.split(batch, together))
     padded = itertools.chain.from_iterable(parts)

@@ -1,4 +1,4 @@
-"""Which random changes of training images there are, by name."""
+"""The names of the random changes of training images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 Augmentation = Literal["none", "shift", "shift+flip"]
 
-#: What is done to training images, in words for the first lines of a run.
+#: How training images are changed, in words for the first lines of a run.
 IN_WORDS: dict[Augmentation, str] = {
     "none": "taken as they are",
     "shift": "shifted at random, not mirrored, so that text, signs and sides stay true (augment shift+flip mirrors)",

@@ -1,4 +1,4 @@
-"""Where the project keeps files of a user that can be made again: downloads, indexes, pixels."""
+"""The folders of a user's files that the project can make again: downloads, indexes, pixels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from serve.runtime.errors import UserError
 
 
 def cache_folder(kind: str) -> Path:
-    """``$XDG_CACHE_HOME/optimize-and-serve/<kind>``, or below ``~/.cache``; it need not exist.
+    """Return ``$XDG_CACHE_HOME/optimize-and-serve/<kind>``, or the same below ``~/.cache``. It may not exist.
 
     Raises:
         UserError: there is no home folder.

@@ -1,4 +1,4 @@
-"""Which output of a network means which class: the order that a checkpoint states, or the user, or the data's own."""
+"""Determines which output of a network means which class: by the checkpoint, the user, or the data's own order."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from serve.runtime.errors import UserError, listed
 
 ORDER_FLAG: Final = "--class-order"
 
-#: The order of the checkpoint, whatever the data's; without it, it is taken only if it states one of these names.
+#: The checkpoint's order, whatever the data's is. By default it is used only if it states the same names.
 CHECKPOINT: Final = "checkpoint"
 
 
 def _natural(name: str) -> tuple[object, ...]:
-    """As timm (1.0) sorts the folders of classes: numbers by their values."""
+    """Return the sort key that timm (1.0) uses for folders of classes: numbers by their values."""
     return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name.lower()))
 
 
-#: Orders by a word: from the names of the data's own order to the same names in this one.
+#: The named orders: from the names in the data's own order to the same names in this order.
 ORDERS: Final[Mapping[str, Callable[[Sequence[str]], Sequence[str]]]] = {
     "data": lambda names: names,
     "sorted": sorted,
@@ -44,18 +44,18 @@ def with_order(
     stated: Mapping[str, tuple[str, ...]] | None = None,
     origin: object = "the checkpoint",
 ) -> ImageData:
-    """``data`` with its classes, and the labels with them, in the order of the network's outputs.
+    """Return ``data`` with classes and labels in the order of the network's outputs.
 
     Args:
-        data: in its own order.
-        own: its own names of the classes, where ``data.classes`` are others that a file gave.
-        asked: ``data``, ``sorted``, ``natural``, ``checkpoint``, a file with a name a line, or the names; None: what
-            the checkpoint states, if it states these classes, else the data's own.
+        data: the data in its own order.
+        own: the data's own names of the classes, if ``data.classes`` has others from a file.
+        asked: ``data``, ``sorted``, ``natural``, ``checkpoint``, a file with one name a line, or the names. None: the
+            checkpoint's order if it states these classes, else the data's own.
         stated: lists of classes in the checkpoint, by their places.
         origin: the checkpoint, for messages.
 
     Raises:
-        UserError: the names are not those of the data, there is no such order, or the checkpoint states two.
+        UserError: the names are not those of the data, the order does not exist, or the checkpoint states two.
     """
     if asked is None or asked == CHECKPOINT:
         return _as_stated(data, own, asked, stated or {}, origin)
@@ -75,10 +75,10 @@ def with_order(
 
 
 def in_recorded_order(data: ImageData, card_data: Mapping[str, Any]) -> ImageData:
-    """``data`` in the order that a card says its run had; see `ImageData.order`.
+    """Return ``data`` in the order of the run that wrote a card; see `ImageData.order`.
 
     Raises:
-        UserError: the data have other classes now.
+        UserError: the data has other classes now.
     """
     names = card_data.get("class_order")
     if names is None:
@@ -100,7 +100,7 @@ def _as_stated(
             f"{origin}: states two orders of the classes, in {places}; say which: {ORDER_FLAG} data or FILE"
         )
     for order, place in orders.items():
-        file = getattr(origin, "name", origin)  # on a card, where it lay is nobody's business
+        file = getattr(origin, "name", origin)  # a card must not show the folder of the file
         return _permuted(data, own, order, f"{file}, {place!r}")
     near = {place: names for place, names in stated.items() if len(names) == len(own)}
     if asked == CHECKPOINT:
@@ -116,7 +116,7 @@ def _as_stated(
 
 
 def _rows(names: Sequence[str], own: Sequence[str], data: ImageData) -> list[int] | None:
-    """The data's class for each of ``names``, by its own names or those that a file gave; None if they are others."""
+    """Return the data's class for each of ``names``, by its own names or a file's. None if they are others."""
     for known in (own, data.classes):
         if len(names) == len(known) == len(set(names)) and set(names) == set(known):
             places = {name: row for row, name in enumerate(known)}
@@ -125,7 +125,7 @@ def _rows(names: Sequence[str], own: Sequence[str], data: ImageData) -> list[int
 
 
 def _permuted(data: ImageData, own: Sequence[str], rows: Sequence[int], whose: str) -> ImageData:
-    """Class ``rows[i]`` of the data becomes class ``i``."""
+    """Reorder the classes: class ``rows[i]`` of the data becomes class ``i``."""
     if list(rows) == list(range(len(rows))):
         return data
     places = torch.empty(len(rows), dtype=torch.int64)

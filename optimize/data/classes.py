@@ -1,4 +1,4 @@
-"""Names of classes from outside, for data whose folders are named by numbers or codes."""
+"""Replaces the names of classes, for data whose folders are named by numbers or codes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from serve.runtime.errors import CardError, UserError
 
 
 def with_classes(data: ImageData, given: Path | Sequence[str]) -> ImageData:
-    """``data`` with other names of its classes, in their order: those ``given``, or a file's (UTF-8, one a line).
+    """Return ``data`` with other names for its classes, in order: ``given``, or those of a file (UTF-8, one a line).
 
     Raises:
-        UserError: the file cannot be read or has an empty line among the names, or there are not as many as classes.
+        UserError: the file cannot be read or has an empty line among the names, or the number of names is wrong.
     """
     names, place, each = (
         (read_classes(given), str(given), " a line") if isinstance(given, Path) else (tuple(given), "classes", "")
@@ -29,10 +29,10 @@ def with_classes(data: ImageData, given: Path | Sequence[str]) -> ImageData:
 
 
 def check_classes(data: ImageData) -> None:
-    """Refuse names that no card can hold, such as those of folders whose names are no UTF-8.
+    """Refuse names that no card can hold, such as those of folders whose names are not UTF-8.
 
     Raises:
-        UserError: a name is no text of one line; it is named.
+        UserError: a name is not text of one line. The message has it.
     """
     for name in data.classes:
         try:
@@ -42,7 +42,7 @@ def check_classes(data: ImageData) -> None:
 
 
 def read_classes(file: Path) -> tuple[str, ...]:
-    """The lines of a file, without the white space around them.
+    """Return the lines of a file, without the white space around them.
 
     Raises:
         UserError: the file cannot be read, or has an empty line among the names.

@@ -1,14 +1,14 @@
-"""What identifies the images of a split: a hash that is the same wherever they lie, and follows every change.
+"""Fingerprints of a split's images: a hash that does not depend on their folder and follows changes.
 
-Two kinds, and the kind says which:
+There are two kinds:
 
-- ``content``, of splits of at most `CONTENT_LIMIT` bytes and `CONTENT_IMAGES` images: the label and every byte of
-  every image, in order. Names and places do not count.
-- ``sample``, of larger ones: the label, the path below the data set's folder and the size in bytes of every image,
-  in order, and every byte of `SAMPLE` images at equal distances. An image that is replaced by another one of the
-  same size, and is not among those, goes unnoticed.
+- ``content``, for splits of at most `CONTENT_LIMIT` bytes and `CONTENT_IMAGES` images. It covers the label and every
+  byte of every image, in order. Names and places do not count.
+- ``sample``, for larger ones. It covers the label, the path below the data set's folder and the size in bytes of every
+  image, in order. It also covers every byte of `SAMPLE` images at equal distances. If another image is replaced by one
+  of the same size, it does not notice.
 
-Neither holds times of change, which a copy does not keep. An image that cannot be read counts as such.
+Neither covers times of change, which a copy does not keep. An unreadable image counts as unreadable.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ import numpy.typing as npt
 from optimize.data.sources import Files, Selected, Source
 from serve.runtime.display import Described
 
-#: Splits of at most this many bytes (1 GiB) are read whole.
+#: Splits of at most this many bytes (1 GiB) are read completely.
 CONTENT_LIMIT = 1 << 30
 
-#: And of at most this many images: opening files takes its time, too.
+#: They must also have at most this many images, because opening files takes time too.
 CONTENT_IMAGES = 100_000
 
-#: So many images of a larger one are read.
+#: The number of images that are read from a larger split.
 SAMPLE = 1024
 
-#: Stands for the size of a file that cannot be looked at.
+#: The size of a file that cannot be read.
 NO_SIZE = -1
 
 
 @dataclass(frozen=True)
 class Fingerprint(Described):
-    """SHA-256 in hexadecimal, and what it covers: see the module."""
+    """SHA-256 in hexadecimal, and the kind, which says what it covers: see the module."""
 
     digest: str
     kind: Literal["content", "sample"]
 
     def part(self, rows: npt.NDArray[np.integer[Any]]) -> Fingerprint:
-        """That of the images at ``rows``, in that order, of what this is the fingerprint of."""
+        """Return the fingerprint of the images at ``rows``, in that order, derived from this one."""
         chosen = rows.astype("<i8").tobytes()
         return Fingerprint(hashlib.sha256(f"{self.digest} part ".encode() + chosen).hexdigest(), self.kind)
 
@@ -59,7 +59,7 @@ def fingerprint(
     Args:
         sources: the images.
         labels: ``(N,)``, the class of each.
-        sizes: ``int64 (N,)``, their sizes in bytes or `NO_SIZE`, where they are known; else they are looked up.
+        sizes: ``int64 (N,)``, their sizes in bytes or `NO_SIZE`, if known. By default they are looked up.
     """
     sizes = np.fromiter(map(_size, sources), np.int64, len(sources)) if sizes is None else sizes
     digest = hashlib.sha256(labels.astype("<i8").tobytes())
@@ -76,7 +76,7 @@ def fingerprint(
 
 
 def both(train: Fingerprint, val: Fingerprint) -> Fingerprint:
-    """That of a data set: of its two splits."""
+    """Return the fingerprint of a data set from those of its two splits."""
     digest = hashlib.sha256(f"{train.digest} {val.digest}".encode()).hexdigest()
     return Fingerprint(digest, "content" if train.kind == val.kind == "content" else "sample")
 
@@ -91,7 +91,7 @@ def _size(source: Source) -> int:
 
 
 def _content(source: Source) -> bytes:
-    """SHA-256 of an image's bytes; of one that cannot be read, as many zeros."""
+    """Return the SHA-256 of an image's bytes. For an unreadable image it is all zeros."""
     if isinstance(source, Path):
         try:
             return hashlib.sha256(source.read_bytes()).digest()
@@ -103,6 +103,6 @@ def _content(source: Source) -> bytes:
 
 
 def _places(sources: Sequence[Source]) -> Iterator[bytes]:
-    """Each file's path below its data set's folder, if that is known."""
+    """Yield each file's path below its data set's folder, if that folder is known."""
     whole, rows = (sources.whole, sources.rows) if isinstance(sources, Selected) else (sources, np.arange(len(sources)))
     return whole.below(rows) if isinstance(whole, Files) else iter(())

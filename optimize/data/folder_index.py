@@ -1,14 +1,13 @@
-"""What was found out about a large image folder, kept in the user's cache folder, so that it opens in a second.
+"""Caches the listing of a large image folder in the user's cache folder, so that it opens in a second.
 
-An index is believed as long as
+An index is valid as long as
 
-- each directory has the inode number and the times of change that it had before it was listed, so that no file
-  was added, removed or renamed; and
-- of `LOOKED_AT` files, drawn anew each time, each has the size and the time of change that it had.
+- each directory has the inode number and the times of change that it had before it was listed, so that no file was
+  added, removed or renamed
+- of `LOOKED_AT` files, drawn anew each time, each has its old size and time of change.
 
-So files that are overwritten in place are noticed if they are many, and perhaps not if they are few; what a
-fingerprint of kind ``sample`` covers is unsure of these anyway. Times serve to distrust the index only: no
-fingerprint holds them.
+So files that are overwritten in place are noticed if they are many, and perhaps not if they are few. A fingerprint of
+kind ``sample`` is unsure of these anyway. Times can only invalidate the index. No fingerprint contains them.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from optimize.data.folder_listing import Stamp, stamp
 from optimize.data.sources import Files
 from serve.runtime.errors import UserError
 
-#: Files that are looked at to see whether an index still holds.
+#: The number of files that are checked to see whether an index is still valid.
 LOOKED_AT = 4096
 
 _VERSION = 2
-_SETTLED_NS = 2_000_000_000  # file systems keep times as coarsely as this
+_SETTLED_NS = 2_000_000_000  # file systems may store times this coarsely
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,12 @@ class Index:
         times: ``int64 (N,)``, when each was changed last, in ns.
         train: ``int32``, rows of the training images.
         val: ``int32``, rows of the validation images.
-        train_fingerprint: of the training split.
-        val_fingerprint: of the validation split.
+        train_fingerprint: fingerprint of the training split.
+        val_fingerprint: fingerprint of the validation split.
         native_size: see `ImageData`.
-        stamps: for each directory that was listed, how it looked before.
+        stamps: the stamp of each listed directory, from before it was listed.
         gaps: see `ImageData`.
-        notes: likewise.
+        notes: see `ImageData`.
     """
 
     classes: tuple[str, ...]
@@ -78,14 +77,17 @@ _ARRAYS = ("labels", "sizes", "times", "train", "val")
 
 
 def place(root: Path, seed: int) -> Path:
-    """Where the index of a folder lies, if it has one; ``seed`` is that of its split."""
+    """Return the path for the index of a folder. ``seed`` is the seed of its split."""
     limits = (rules.CONTENT_LIMIT, rules.CONTENT_IMAGES, rules.SAMPLE)
     named = "\0".join(map(str, (_VERSION, *limits, seed, os.fsencode(root.resolve()))))
     return cache_folder("indexes") / f"{hashlib.sha256(named.encode()).hexdigest()}.npz"
 
 
 def write(index: Index, path: Path) -> bool:
-    """Keep an index; returns whether it was. Not one of a folder that was changed a moment ago, nor on a full disk."""
+    """Write an index, and return whether it was written.
+
+    It is not if the folder was changed a moment ago, or if the disk is full.
+    """
     newest = max(max(entry[1:]) for entry in index.stamps.values())
     if time.time_ns() - newest < _SETTLED_NS:
         return False
@@ -119,9 +121,9 @@ def write(index: Index, path: Path) -> bool:
 
 
 def read(path: Path, root: Path) -> Index | None:
-    """The index at ``path`` of the folder ``root``; None if there is none, it is damaged, or it no longer holds."""
+    """Read the index at ``path`` of the folder ``root``. None if it does not exist, is damaged, or no longer valid."""
     try:
-        # Opened here: of a damaged file numpy 2.4 leaves its own open.
+        # Opened here, because numpy 2.4 does not close its own handle of a damaged file.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             body: dict[str, Any] = json.loads(arrays["body"].tobytes())
             folders = [os.fsencode(name) for name in body["folders"]]

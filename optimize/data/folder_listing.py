@@ -1,4 +1,4 @@
-"""The image files below class folders, listed into arrays, with what a later look needs to see that nothing changed."""
+"""Lists the image files below class folders into arrays, with the facts that show later whether anything changed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from optimize.data.fingerprint import NO_SIZE
 from optimize.data.sources import Files
 from serve.runtime.errors import UserError, listed
 
-#: What counts as an image file, in lower case; of any other file its first bytes say it.
+#: Suffixes of image files, in lower case. Any other file is recognised by its first bytes.
 SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".jif", ".jfi", ".pjpeg", ".pjp", ".png", ".apng"),
     *(".bmp", ".dib", ".gif", ".tif", ".tiff", ".webp"),
 )
-#: How files of the formats begin that the runtime decodes.
+#: The first bytes of files in the formats that the runtime decodes.
 _MAGIC = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|RIFF....WEBP|BM....\0\0\0\0|II[*+]\0|MM\0[*+]", re.DOTALL
 )
@@ -40,18 +40,18 @@ _Sizes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Listing:
-    """Image files, in the order of the folders that were listed, of their classes, and in each of their paths.
+    """Image files, sorted by listed folder, then by class, then by path.
 
     Attributes:
         classes: names of the class folders, sorted.
         files: the images.
         labels: ``int32 (N,)``, the class of each.
-        sizes: ``int64 (N,)``, in bytes, `NO_SIZE` for a file that cannot be looked at.
-        times: ``int64 (N,)``, when each was changed last, in ns; 0 for such a file.
-        starts: where the images of each folder begin that was listed.
-        stamps: for each directory that was listed, relative to the files' root, how it looked before.
-        gaps: what is missing that may be meant to be: classes that have no images somewhere.
-        notes: what was left out.
+        sizes: ``int64 (N,)``, in bytes, `NO_SIZE` for an unreadable file.
+        times: ``int64 (N,)``, when each was changed last, in ns, 0 for an unreadable file.
+        starts: where the images of each listed folder begin.
+        stamps: the stamp of each listed directory, relative to the files' root, from before it was listed.
+        gaps: possible mistakes: classes that have no images somewhere.
+        notes: files that were left out.
     """
 
     classes: tuple[str, ...]
@@ -68,12 +68,12 @@ class Listing:
 def list_classes(root: Path, *folders: Path, told: Callable[[float], None] = lambda share: None) -> Listing:
     """List the images of each class folder in ``folders``, one after the other, with paths relative to ``root``.
 
-    The classes are those of the first folder. A class folder's images may lie at any depth. Hidden files and folders do
-    not count; links do. ``told`` is given the share of the class folders that are done.
+    The classes are those of the first folder. A class folder's images may be at any depth. Hidden files and folders do
+    not count, links do. ``told`` receives the share of the class folders that are done.
 
     Raises:
-        UserError: a folder cannot be read, has no images or fewer than two classes, or a pipe or a device that is
-            called as an image is.
+        UserError: a folder cannot be read, has no images or fewer than two classes, or has a pipe or device with the
+            name of an image.
     """
     stamps = {b"": stamp(root)}
     listed: list[tuple[bytes, list[bytes]]] = []
@@ -117,7 +117,7 @@ def list_classes(root: Path, *folders: Path, told: Callable[[float], None] = lam
 
 
 def _gaps(first: Path, folder: Path, classes: list[str], there: set[str], counts: list[int]) -> list[str]:
-    """Which classes lack images in ``folder``, and which of its folders are none of the ``classes`` of ``first``.
+    """Name the classes without images in ``folder``, and its folders that are not among the ``classes`` of ``first``.
 
     Raises:
         UserError: it has no images at all, or there are fewer than two classes.
@@ -139,13 +139,13 @@ def _gaps(first: Path, folder: Path, classes: list[str], there: set[str], counts
 
 
 def _loose(folder: Path, below: bytes) -> list[bytes]:
-    """Files that are called as images are and lie in no class folder."""
+    """Return files with names of images that are in no class folder."""
     names = (os.fsencode(entry.name) for entry in folder.iterdir() if entry.is_file())
     return sorted(_join(below, name) for name in names if _is_called_image(name) and not name.startswith(b"."))
 
 
 def _left_out(skipped: list[bytes]) -> tuple[str, ...]:
-    """The line about files that were not taken; none if there are none."""
+    """Return the line about files that were left out, if there are any."""
     if not skipped:
         return ()
     kinds = Counter(os.path.splitext(os.fsdecode(name))[1].lower() or "no suffix" for name in skipped)  # noqa: PTH122
@@ -158,7 +158,7 @@ def _left_out(skipped: list[bytes]) -> tuple[str, ...]:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """Visible sub-folders, sorted by name.
+    """Return the visible sub-folders, sorted by name.
 
     Raises:
         UserError: the folder cannot be read.
@@ -170,13 +170,13 @@ def folders_in(folder: Path) -> list[Path]:
 
 
 def stamp(folder: Path | bytes) -> Stamp:
-    """How a directory looks now.
+    """Return a directory's present stamp.
 
     Raises:
-        UserError: it cannot be looked at.
+        UserError: it cannot be read.
     """
     try:
-        status = os.stat(folder)  # noqa: PTH116 - also of bytes
+        status = os.stat(folder)  # noqa: PTH116 - also accepts bytes
     except OSError as error:
         raise _unreadable(folder, error) from None
     return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
@@ -185,11 +185,12 @@ def stamp(folder: Path | bytes) -> Stamp:
 def _walk(
     root: bytes, place: bytes, stamps: dict[bytes, Stamp], above: tuple[int, ...], skipped: list[bytes]
 ) -> Iterator[tuple[bytes, list[bytes], _Sizes, _Sizes]]:
-    """Each directory from ``place`` down, with its images' names, sizes and times, by name; ``skipped`` gets others."""
+    """Yield each directory from ``place`` down, with its images' names, sizes and times. ``skipped`` gets other files.
+    """
     path = os.path.join(root, place)  # noqa: PTH118 - bytes
-    stamps[place] = stamp(path)  # before it is read, so that a change meanwhile is seen later
+    stamps[place] = stamp(path)  # taken before reading, so that a change during reading is noticed later
     if stamps[place][0] in above:
-        return  # a link to a folder that it lies in
+        return  # a link to a folder that contains it
     found: list[tuple[bytes, int, int]] = []
     folders: list[bytes] = []
     try:
@@ -202,7 +203,7 @@ def _walk(
                     try:
                         status = entry.stat()
                         found.append((name, status.st_size, status.st_mtime_ns))
-                    except OSError:  # a link to nowhere: named when it is to be read
+                    except OSError:  # a broken link is reported when it is read
                         found.append((name, NO_SIZE, 0))
                         continue
                     _check_kind(entry.path, status.st_mode)
@@ -237,7 +238,7 @@ def _begins_as_image(path: bytes) -> bool:
 
 
 def _check_kind(path: bytes, mode: int) -> None:
-    """Refuse what may never end where it is read as an image; a link to a folder is named when it is to be read."""
+    """Refuse files that may never end when they are read. A link to a folder is reported when it is read."""
     kind = _ENDLESS.get(stat.S_IFMT(mode))
     if kind is not None:
         raise UserError(f"{os.fsdecode(path)}: is {kind}, and a class folder holds files; take it out, or rename it")

@@ -1,14 +1,15 @@
-"""Data that a program has in its hands (tensors, a ``Dataset``, a ``DataLoader``) as a data set of this project.
+"""Turns a program's data (tensors, a ``Dataset``, a ``DataLoader``) into a data set of this project.
 
-The endpoint gets encoded images, so images are kept as pixels, of which it can be said how they come out of a file:
+The endpoint gets encoded images. So images are kept as pixels whose relation to a file is known:
 
-- pixels as a camera leaves them (PIL images, ``uint8`` tensors) are kept as PNG and go through the model's
-  preprocessing as any file does; a PIL image gives those that its file does: upright, and deep greys as they are;
-- images that are prepared already (resized, cropped, as floats also normalised) need the statement of what was done
-  to them. The preprocessing is then that one, and floats are turned back into the pixels that they were made of.
+- Pixels as a camera gives them (PIL images, ``uint8`` tensors) are kept as PNG. They go through the model's
+  preprocessing like any file. A PIL image gives the pixels of its file: upright, with deep greys unchanged.
+- For images that are already prepared (resized, cropped, as floats also normalised), the caller must state the
+  preprocessing. It becomes the model's preprocessing, and floats are turned back into the pixels that they were made
+  from.
 
-Everything is read once, in the order of the data, when the data set is made; see `optimize.data.program_items`. Random
-transforms are fixed by that, which a note says; they are better left out.
+Everything is read once, in the order of the data, when the data set is made; see `optimize.data.program_items`. This
+fixes the result of random transforms, which a note says. It is better to leave them out.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from serve.runtime.images.image_preprocessing import MODES, eight_bit, is_deep, 
 
 _IN_MEMORY = 64 << 20  # more bytes than this are mapped from a file
 
-# A float that was made of a pixel comes back within a hundredth of it; bicubic scaling of floats overshoots more.
+# A float that was made from a pixel comes back within a hundredth of it. Bicubic scaling of floats overshoots more.
 _OVERSHOOT = 32.0
 
 
@@ -58,25 +59,26 @@ def image_data(
     scratch: Path | None = None,
     told: Callable[[float], None] | None = None,
 ) -> ImageData:
-    """A data set of what a program holds.
+    """Return a data set of a program's own data.
 
     Args:
-        train: images to train and calibrate with, each with the index of its class. An image is a PIL image, or
-            ``uint8`` of shape ``(C, H, W)``, ``(H, W)`` or ``(H, W, C)``, with 1 to 4 channels (see `MODES`); or, where
-            ``preprocessing`` is stated, also floats of these shapes. A label is an index, or one-hot. Batches and items
-            may be pairs, or have names such as ``image`` and ``label``.
-        val: as ``train``, to measure with; None splits a fifth of each class off ``train``.
-        classes: names of the classes; None takes the data's own ``classes``, or numbers.
-        preprocessing: what was done to the images already; None for pixels as they are.
+        train: images to train and calibrate with, each with the index of its class. An image is a PIL image or
+            ``uint8`` of shape ``(C, H, W)``, ``(H, W)`` or ``(H, W, C)``, with 1 to 4 channels (see `MODES`). If
+            ``preprocessing`` is stated, floats of these shapes are allowed too. A label is an index, or one-hot.
+            Batches and items may be pairs, or have names such as ``image`` and ``label``.
+        val: as ``train``, to measure with. None splits a fifth of each class off ``train``.
+        classes: names of the classes. None takes the data's own ``classes``, or numbers.
+        preprocessing: the preprocessing that the images already had. None for unprocessed pixels.
         name: short name, for reports.
-        augment: which random changes keep an image's label true.
-        seed: of the split.
-        scratch: folder for what memory should not hold; the user's cache folder by default.
-        told: called now and then with the share, in [0, 1], of what is read, where its size is known; None shows a bar.
+        augment: the random changes that keep an image's label true.
+        seed: the seed of the split.
+        scratch: folder for data that does not fit into memory. By default the user's cache folder.
+        told: called now and then with the share of the data that is read, in [0, 1], if its size is known. None shows a
+            bar.
 
     Raises:
-        UserError: an image or label is not of the kind above, floats are not what ``preprocessing`` would give, or
-            there are fewer than two classes.
+        UserError: an image or label is not of the kind above, floats do not match ``preprocessing``, or there are fewer
+            than two classes.
     """
     given = {"train": train} if val is None else {"train": train, "val": val}
     notes: list[str] = []
@@ -110,7 +112,7 @@ def image_data(
 
 @contextlib.contextmanager
 def _telling(told: Callable[[float], None] | None) -> Iterator[Callable[[float], None]]:
-    """Who is told which share is read: the caller, or a bar."""
+    """Yield the receiver of the progress of reading: the caller's, or a bar."""
     if told is not None:
         yield told
         return
@@ -125,7 +127,7 @@ def _read(
     scratch: Path | None,
     told: Callable[[int], None],
 ) -> tuple[Split, bool]:
-    """One split, and whether its first images are the same when they are read again.
+    """Read one split. Returns it, and whether its first images are the same when they are read again.
 
     ``told`` is called now and then with the number of images that are read.
     """
@@ -133,7 +135,7 @@ def _read(
     folder.mkdir(parents=True, exist_ok=True)
     ends: list[int] = []
     labels: list[int] = []
-    with tempfile.TemporaryFile(dir=folder) as file:  # without a name: it is gone with the last array that maps it
+    with tempfile.TemporaryFile(dir=folder) as file:  # an unnamed file, which is gone with the last array that maps it
         for row, (record, label) in enumerate(_records(items.pairs, title, preprocessing)):
             file.write(record)
             ends.append((ends[-1] if ends else 0) + len(record))
@@ -155,14 +157,14 @@ def _read(
         if preprocessing is None
         else Pixels(held.reshape(len(truth), *preprocessing.shape))
     )
-    if items.rows is not None:  # in the order of the data set, and each of its rows once
+    if items.rows is not None:  # in the order of the data set, with each of its rows once
         order = np.unique(np.asarray(items.rows), return_index=True)[1]
         sources, truth = select(sources, order), truth[torch.from_numpy(order)]
     return Split(sources, truth), alike
 
 
 def _records(pairs: Iterator[Pair], title: str, preprocessing: Preprocessing | None) -> Iterator[tuple[bytes, int]]:
-    """Each image as it is kept, with the index of its class."""
+    """Yield each image as it is kept, with the index of its class."""
     for row, (image, label) in enumerate(pairs):
         place = f"{title}[{row}]"
         record = _encoded(image, place) if preprocessing is None else _prepared(image, preprocessing, place).tobytes()
@@ -172,7 +174,7 @@ def _records(pairs: Iterator[Pair], title: str, preprocessing: Preprocessing | N
 def _comes_again(
     items: Items, title: str, preprocessing: Preprocessing | None, file: IO[bytes], ends: Sequence[int]
 ) -> bool:
-    """Whether the first images that lie in ``file`` are given again."""
+    """Return whether reading again gives the first images in ``file`` again."""
     if items.again is None:
         return True
     file.seek(0)
@@ -181,7 +183,7 @@ def _comes_again(
 
 
 def _label(label: Any, place: str) -> int:
-    """The index of a class: a number, alone or in an array, or the place of the one in a one-hot vector."""
+    """Return the index of a class from a number, a number in an array, or a one-hot vector."""
     value = label
     if isinstance(label, torch.Tensor | np.ndarray | np.generic | list | tuple):
         held: npt.NDArray[Any] = label.detach().cpu().numpy() if isinstance(label, torch.Tensor) else np.asarray(label)
@@ -199,7 +201,7 @@ def _label(label: Any, place: str) -> int:
 
 
 def _encoded(image: Any, place: str) -> bytes:
-    """A picture as PNG."""
+    """Encode a picture as PNG."""
     if isinstance(image, Image.Image):
         with _named(place):
             seen = upright(image)
@@ -227,9 +229,9 @@ def _encoded(image: Any, place: str) -> bytes:
 
 
 def _prepared(image: Any, done: Preprocessing, place: str) -> npt.NDArray[np.uint8]:
-    """An image that is prepared already, as pixels ``uint8 (C, H, W)``."""
+    """Return a prepared image as pixels ``uint8 (C, H, W)``."""
     if isinstance(image, Image.Image):
-        with _named(place):  # not turned: it is what the network gets
+        with _named(place):  # not turned upright: the network gets it as it is
             image = np.asarray(eight_bit(image, done.pixel_max).convert(MODES[done.channels]))
         image = np.atleast_3d(image).transpose(2, 0, 1)
     pixels = _array(image)
@@ -256,7 +258,7 @@ def _prepared(image: Any, done: Preprocessing, place: str) -> npt.NDArray[np.uin
 
 @contextlib.contextmanager
 def _named(place: str) -> Iterator[None]:
-    """Tell what Pillow raises of an image as a mistake in its place."""
+    """Report Pillow's errors about an image as a mistake at its place."""
     try:
         with faults_named(Budget()):
             yield
@@ -265,7 +267,7 @@ def _named(place: str) -> Iterator[None]:
 
 
 def _channels_last(pixels: npt.NDArray[Any], tensor: bool) -> bool:
-    """Whether the last axis is that of channels; where the first may be as well, of arrays it is the last."""
+    """Return whether the last axis is the channels. If the first could be too, it is the last for arrays."""
     first, last = (pixels.shape[axis] in MODES for axis in (0, -1))
     return last and not (tensor and first)
 

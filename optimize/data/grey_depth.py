@@ -1,4 +1,4 @@
-"""What a few images say of greys of more than 8 bits: remarks for a reader, which decide nothing."""
+"""Remarks from a few images about greys of more than 8 bits. They decide nothing."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _USED = 0.26
 
 
 def depth_notes(split: Split, pixel_max: float | None) -> tuple[str, ...]:
-    """Say where ``pixel_max`` looks wrong for the images of ``split``, or is for none of those that were looked at.
+    """Say if ``pixel_max`` looks wrong for the images of ``split``, or applies to none of the sampled ones.
 
     Args:
-        split: 16 images of it, at equal distances, are looked at.
-        pixel_max: what is stated to be white; None for the types' own.
+        split: 16 images of it, at equal distances, are read.
+        pixel_max: the value that is stated to be white. None for the types' own.
     """
     found = []
     rows = np.unique(np.linspace(0, len(split) - 1, min(_LOOKED_AT, len(split))).astype(np.int64)).tolist()
@@ -36,7 +36,7 @@ def depth_notes(split: Split, pixel_max: float | None) -> tuple[str, ...]:
                 if is_deep(image):
                     found.append(_range(image))
         except (ImageError, UserError, MemoryError):
-            continue  # named where it is to be read
+            continue  # reported when it is read
     if not found:
         if pixel_max is None:
             return ()
@@ -54,5 +54,5 @@ def depth_notes(split: Split, pixel_max: float | None) -> tuple[str, ...]:
 
 
 def _range(image: Image.Image) -> tuple[float, float]:
-    """What is white by the image's type, and its own lightest value."""
+    """Return the image type's value of white, and the image's own lightest value."""
     return white_of(image) or 0.0, float(np.fmax.reduce(np.asarray(image), axis=None, initial=0))

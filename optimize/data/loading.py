@@ -1,4 +1,4 @@
-"""Batches of served pixels: a data set's images, through the runtime's own preprocessing, in ``uint8``.
+"""Loads batches of ``uint8`` pixels: a data set's images after the runtime's own preprocessing.
 
 Training, calibration and measurement all read from here, so that each sees what the endpoint will see.
 """
@@ -22,7 +22,7 @@ from serve.runtime.card.card import Preprocessing
 from serve.runtime.device.cores import cores
 from serve.runtime.errors import ImageError, UserError
 
-#: How long others are looked for, in seconds, once there are too many unreadable images, so that all can be named.
+#: Once there are too many unreadable images, others are searched for this many seconds, so that all can be named.
 _SEARCH_SECONDS = 30.0
 
 _Batch = tuple[torch.Tensor, torch.Tensor]
@@ -37,10 +37,11 @@ class Placed(NamedTuple):
 
     Attributes:
         place: the batch's number in the epoch, from 0.
-        rows: of the split, ``int64 (N,)``; of a part there may be none.
+        rows: rows of the split, ``int64 (N,)``. A part may be empty.
         images: ``uint8 (N, C, H, W)``.
         labels: ``int64 (N,)``.
-        copies: in how many processes each of these images is: in all where a batch is too small to be divided.
+        copies: the number of processes that have each of these images. It is all of them if a batch is too small to be
+            divided.
     """
 
     place: int
@@ -66,27 +67,27 @@ def loader(
     said: Callable[[str], None] | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> Loader:
-    """Batches of ``split``: ``uint8`` ``(N, C, H, W)`` images and ``int64`` ``(N,)`` labels, in host memory.
+    """Return batches of ``split``: ``uint8`` ``(N, C, H, W)`` images and ``int64`` ``(N,)`` labels, in host memory.
 
     Args:
-        split: what to read.
-        preprocessing: how bytes become pixels; normalising is left to ``image_preprocessing.normalise`` on the device.
-        batch_size: images per batch; the last batch has what is left.
-        device: where the batches will be used: for CUDA they lie in pinned memory.
-        shuffle: another order in each epoch, and no batch of a single image, on which BatchNorm in
-            training cannot work.
-        seed: of the order, and of the subset.
-        limit: read only so many images, drawn at random and stratified.
-        skip_unreadable: share of the images, in [0, 1], that may be unreadable: they are left out of their
-            batches and noted in ``left_out``.
-        remedy: ends the message about too many of them.
-        scratch: folder for pixels that memory does not hold; the user's cache folder by default.
-        told: called with the share that is done where all images are decoded before the first batch.
-        said: called with one line that names the images that are left out, at the end of an epoch that found some.
-        share: which part of each batch to read, from 0, and of how many, where several processes share it.
+        split: the split to read.
+        preprocessing: how bytes become pixels. Normalising is left to ``image_preprocessing.normalise`` on the device.
+        batch_size: images per batch. The last batch may be smaller.
+        device: where the batches will be used. For CUDA they are in pinned memory.
+        shuffle: use another order in each epoch, and no batch of a single image, on which BatchNorm cannot work in
+            training.
+        seed: the seed of the order and of the subset.
+        limit: read only this many images, drawn at random and stratified.
+        skip_unreadable: share of the images, in [0, 1], that may be unreadable. These are left out of their batches and
+            recorded in ``left_out``.
+        remedy: the end of the message about too many unreadable images.
+        scratch: folder for pixels that do not fit into memory. By default the user's cache folder.
+        told: receives the share that is done if all images are decoded before the first batch.
+        said: receives one line that names the images that are left out, at the end of an epoch that found some.
+        share: the part of each batch to read, from 0, and the number of parts, if several processes share it.
 
     Raises:
-        UserError: ``batch_size`` or ``limit`` is not positive; while iterating, too many images are unreadable, or all.
+        UserError: ``batch_size`` or ``limit`` is not positive. While iterating: too many images are unreadable, or all.
     """
     if batch_size < 1:
         raise UserError(f"the batch size must be at least 1, got {batch_size}")
@@ -98,13 +99,12 @@ def loader(
 
 @dataclass(eq=False)
 class Loader:
-    """Reads a split in batches, as often as wanted; made by `loader`.
+    """Reads a split in batches, any number of times. Use `loader` to make one.
 
-    A small split is decoded at first use by threads and kept in memory, one that is read in order also in a
-    file. Any other is decoded anew each epoch by worker processes that stay alive between epochs.
-
-    ``left_out`` has the reason for each row that was unreadable so far. ``share`` is which part of each batch is read,
-    and of how many, where several processes share it.
+    Threads decode a small split at first use. It is kept in memory, or in a file if it is read in order. Worker
+    processes decode any other split anew in each epoch, and stay alive between epochs. ``left_out`` has the reason for
+    each row that was unreadable so far. ``share`` is the part of each batch to read, and the number of parts, if
+    several processes share it.
     """
 
     split: Split
@@ -123,35 +123,37 @@ class Loader:
     _streaming: tuple[DataLoader[Any], _Batches] | None = None
 
     def __len__(self) -> int:
-        """Number of batches; one in which no image is readable is left out when its turn comes."""
+        """Return the number of batches. A batch without readable images is left out during iteration."""
         count, rest = divmod(len(self.split), self.batch_size)
         return count + (rest > 0 and not (self.shuffle and rest == 1 and count > 0))
 
     def __iter__(self) -> Iterator[_Batch]:
-        """The batches of epoch 0."""
+        """Return the batches of epoch 0."""
         return self.epoch(0)
 
     def epoch(self, number: int) -> Iterator[_Batch]:
-        """The batches of one epoch; its order depends on the seed and on ``number`` alone."""
+        """Return the batches of one epoch. Its order depends only on the seed and on ``number``."""
         return ((batch, labels) for _, batch, labels in self.numbered(number))
 
     def numbered(self, number: int = 0) -> Iterator[_Numbered]:
-        """As `epoch`, each batch behind the rows of the split, ``int64 (N,)``, that it has."""
+        """Return what `epoch` does, each batch with its rows of the split, ``int64 (N,)``, before it."""
         return ((part.rows, part.images, part.labels) for part in self.placed(number))
 
     def placed(self, number: int = 0, start: int = 0) -> Iterator[Placed]:
-        """As `numbered`, with each batch's place in the epoch, from ``start`` on: those before it are not read.
+        """Return what `numbered` does with each batch's place in the epoch, from ``start`` on.
 
-        Of a batch that is shared there is a part for each place, so that all processes have as many.
+        Earlier batches are not read.
+
+        A shared batch has a part for each place, so that all processes have the same number of parts.
         """
         order = self._order(number)
-        # What is read in another order each time would be read from a disk in random order.
+        # A file is not used for another order in each epoch, because it would be read at random places of a disk.
         kept = fitted(self.split, self.preprocessing, self.scratch, disk=not self.shuffle, told=self.told)
         read = self._from_kept(order, kept, start) if kept is not None else self._from_workers(order, start)
         known = len(self.left_out)
         found = start > 0
         for place, (rows, batch, copies) in enumerate(read, start=start):
-            # A lone image has no variance, unless all batches are of one.
+            # A single image has no variance. It is allowed only if all batches have one image.
             lone = self.shuffle and len(rows) == 1 and min(self.batch_size, len(self.split)) > 1
             if self.share[1] == 1 and (not len(rows) or lone):
                 continue
@@ -167,7 +169,7 @@ class Loader:
             self.said(self.note())
 
     def note(self) -> str:
-        """The images that were left out so far, in one line; there must be some."""
+        """Describe the images that were left out so far, in one line. There must be some."""
         images = "image" if len(self.left_out) == 1 else "images"
         return f"{len(self.left_out)} unreadable {images} left out: {named(self.left_out, self.split.sources)}"
 
@@ -179,7 +181,7 @@ class Loader:
         return torch.randperm(len(self.split), generator=generator)
 
     def _from_kept(self, order: torch.Tensor, kept: Fitted, start: int) -> Iterator[_Read]:
-        """Each batch's rows that are readable, or our part of them, and their images; both empty where none is."""
+        """Yield each batch's readable rows, or our part of them, with their images. Both may be empty."""
         self.left_out.update(kept.unreadable)
         if len(self.left_out) > self._allowed:
             raise self._refused()
@@ -190,7 +192,7 @@ class Loader:
             yield good, kept.read(good) if len(good) else torch.empty(0), copies
 
     def _from_workers(self, order: torch.Tensor, start: int) -> Iterator[_Read]:
-        """As `_from_kept`; once there are too many unreadable images, they are looked for and nothing is yielded."""
+        """Yield the same as `_from_kept`. After too many unreadable images it searches for more and yields nothing."""
         if self._streaming is None:
             batches = _Batches(order, self.batch_size, len(self), start, self.share)
             # On the CPU the network itself needs the cores.
@@ -202,12 +204,12 @@ class Loader:
                 collate_fn=_collate,
                 persistent_workers=True,
                 prefetch_factor=2,
-                # Or each epoch would take a number of the process's generator, which a network's dropout draws from.
+                # Otherwise each epoch would take a number from the process's generator, which a network's dropout uses.
                 generator=torch.Generator(),
             )
             self._streaming = (stream, batches)
         stream, batches = self._streaming
-        # The sampler stays in this process, so that it can change under workers that stay alive.
+        # The sampler stays in this process, so that it can change while the workers stay alive.
         batches.order, batches.start = order, start
         deadline = None
         for place, (good, images, faults) in enumerate(stream, start=start):
@@ -231,10 +233,10 @@ class Loader:
 
 
 def _part(rows: torch.Tensor, share: tuple[int, int]) -> tuple[torch.Tensor, int]:
-    """A process's part of a batch's rows, and in how many processes each of its rows is.
+    """Return a process's part of a batch's rows, and the number of processes that have each of its rows.
 
-    Parts follow one another and are of pairs, so that each has two images at least, without which no norm can train;
-    a batch that is too small for that goes to every process whole.
+    Parts are consecutive and consist of pairs, so that each has at least two images, without which no norm can train. A
+    batch that is too small for that goes to every process completely.
     """
     number, count = share
     if len(rows) < 2 * count:
@@ -244,7 +246,7 @@ def _part(rows: torch.Tensor, share: tuple[int, int]) -> tuple[torch.Tensor, int
 
 
 class _Batches:
-    """A batch sampler whose order and first batch are set from outside; one is cut from it when it is asked for."""
+    """A batch sampler whose order and first batch are set from outside. It cuts each batch on request."""
 
     def __init__(
         self, order: torch.Tensor, batch_size: int, count: int, start: int = 0, share: tuple[int, int] = (0, 1)
@@ -266,7 +268,7 @@ class _Batches:
 
 
 class _Encoded(Dataset[Any]):
-    """Decodes in a worker. A fault is returned as text: raised there, it would arrive wrapped in a traceback."""
+    """Decodes in a worker. It returns an error as text, because a raised one would arrive wrapped in a traceback."""
 
     def __init__(self, split: Split, preprocessing: Preprocessing) -> None:
         self.sources = split.sources
@@ -282,7 +284,7 @@ class _Encoded(Dataset[Any]):
 def _collate(
     items: Sequence[tuple[int, torch.Tensor | str]],
 ) -> tuple[list[int], torch.Tensor | None, dict[int, str]]:
-    """The rows that could be read, their images, and the reason for each that could not."""
+    """Return the rows that could be read, their images, and the reason for each that could not."""
     good = [(row, image) for row, image in items if isinstance(image, torch.Tensor)]
     faults = {row: fault for row, fault in items if isinstance(fault, str)}
     return [row for row, _ in good], torch.stack([image for _, image in good]) if good else None, faults

@@ -1,4 +1,4 @@
-"""A split's images as the network gets them, decoded once: in memory, or in a file if they are too many for that."""
+"""Decodes a split's images once for the network, and keeps them in memory or in a file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from serve.runtime.images import image_preprocessing
 #: A split whose fitted images need at most this many bytes (1 GiB) is decoded once and kept in memory.
 MEMORY_LIMIT = 1 << 30
 
-#: One that needs at most this many (32 GiB), and half of what is free on the disk, is kept in a file.
+#: A split that needs at most this many (32 GiB), and half of the free disk space, is kept in a file.
 DISK_LIMIT = 32 << 30
 
 _CHUNK = 64  # images that a thread decodes at a time
@@ -38,13 +38,13 @@ Told = Callable[[float], None]
 class Fitted(Protocol):
     """All fitted images of a split.
 
-    ``unreadable`` has the reason for each row that could not be read; its pixels are zeros.
+    ``unreadable`` has the reason for each row that could not be read. Its pixels are zeros.
     """
 
     unreadable: dict[int, str]
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """The images at ``rows``, ``int64 (N,)``, as ``uint8 (N, C, H, W)``."""
+        """Return the images at ``rows``, ``int64 (N,)``, as ``uint8 (N, C, H, W)``."""
         ...
 
 
@@ -52,8 +52,8 @@ class InMemory:
     """`Fitted` as one tensor, ``pixels``."""
 
     def __init__(self, split: Split, preprocessing: Preprocessing) -> None:
-        # A caller who measures is in inference mode, whose tensors could not be trained on later; and the
-        # mode is a thread's own (torch 2.14), so that the pool's threads may not even write to them.
+        # A caller who measures is in inference mode, whose tensors could not be used in training later. The mode
+        # belongs to a thread (torch 2.14), so the pool's threads may not even write to such tensors.
         with torch.inference_mode(False):
             self.pixels = torch.zeros((len(split), *preprocessing.shape), dtype=torch.uint8)
         self.unreadable: dict[int, str] = {}
@@ -63,7 +63,7 @@ class InMemory:
         self.pixels[start : start + len(chunk)] = chunk
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `Fitted`; consecutive rows are not copied."""
+        """See `Fitted`. Consecutive rows are not copied."""
         first, last = int(rows[0]), int(rows[-1])
         if last - first + 1 == len(rows) and torch.equal(rows, torch.arange(first, last + 1)):
             return self.pixels[first : last + 1]
@@ -71,9 +71,9 @@ class InMemory:
 
 
 class OnDisk:
-    """`Fitted` in a file that has no name, so that it is gone with the process, however that ends.
+    """`Fitted` in an unnamed file, which is gone with the process, however that ends.
 
-    It is read and written, not mapped: mapped pages would count as this process's memory.
+    It is read and written, not mapped, because mapped pages would count as this process's memory.
     """
 
     def __init__(self, preprocessing: Preprocessing, folder: Path) -> None:
@@ -84,7 +84,7 @@ class OnDisk:
         self.unreadable: dict[int, str] = {}
 
     def write(self, start: int, chunk: torch.Tensor) -> None:
-        """Keep the images from row ``start`` on; safe to call from several threads."""
+        """Keep the images from row ``start`` on. Safe to call from several threads."""
         left, at = chunk.contiguous().numpy().tobytes(), start * self._size
         while left:
             count = os.pwrite(self._file.fileno(), left, at)
@@ -111,12 +111,12 @@ def fitted(
     disk: bool = False,
     told: Told | None = None,
 ) -> Fitted | None:
-    """The split's images, decoded once and kept as long as ``split`` lives; None if they are too many to be kept.
+    """Return the split's images, decoded once and kept as long as ``split`` lives. None if they are too many.
 
     Args:
-        split: what to decode.
+        split: the split to decode.
         preprocessing: how bytes become pixels.
-        scratch: folder for what memory does not hold; the user's cache folder by default.
+        scratch: folder for pixels that do not fit into memory. By default the user's cache folder.
         disk: whether a file may be used.
         told: called now and then with the share, in [0, 1], that is decoded.
     """
@@ -134,10 +134,10 @@ def fitted(
 
 
 def decoded(split: Split, preprocessing: Preprocessing) -> torch.Tensor:
-    """All of a split as ``uint8`` ``(N, C, H, W)`` in memory, decoded once and kept as long as ``split`` lives.
+    """Return all of a split as ``uint8`` ``(N, C, H, W)`` in memory, decoded once and kept as long as ``split`` lives.
 
     Raises:
-        UserError: files cannot be read or are no usable images; they are named.
+        UserError: files cannot be read or are not usable images. The message names them.
     """
     kept = _kept.setdefault(split, {})
     made = kept.get(preprocessing)
@@ -151,10 +151,10 @@ def decoded(split: Split, preprocessing: Preprocessing) -> torch.Tensor:
 
 
 def load(source: Source, preprocessing: Preprocessing) -> torch.Tensor:
-    """One image as the network gets it, ``uint8 (C, H, W)``.
+    """Return one image as the network gets it, ``uint8 (C, H, W)``.
 
     Raises:
-        ImageError: it cannot be read, is no usable image, or is finished pixels of another shape.
+        ImageError: it cannot be read, is not a usable image, or has finished pixels of another shape.
     """
     if isinstance(source, np.ndarray):
         if source.shape != preprocessing.shape:
@@ -172,7 +172,7 @@ def load(source: Source, preprocessing: Preprocessing) -> torch.Tensor:
 
 
 def sample(split: Split, preprocessing: Preprocessing) -> bytes:
-    """The first image of the split that can be read, encoded.
+    """Return the first readable image of the split, encoded.
 
     Raises:
         UserError: there is none.
@@ -188,7 +188,7 @@ def sample(split: Split, preprocessing: Preprocessing) -> bytes:
 
 
 def native_size(split: Split) -> tuple[int, int] | None:
-    """``(height, width)`` that 16 images, spread over the split, all have; None if they differ.
+    """Return the ``(height, width)`` that 16 images, spread over the split, all have. None if they differ.
 
     Raises:
         UserError: none of them can be read.
@@ -199,7 +199,7 @@ def native_size(split: Split) -> tuple[int, int] | None:
     for row in rows:
         source = split.sources[row]
         try:
-            # Of greys with any scale: which it is, is not known yet.
+            # The scale of greys is not known yet, so any is accepted.
             found = (
                 source.shape
                 if isinstance(source, np.ndarray)
@@ -216,7 +216,7 @@ def native_size(split: Split) -> tuple[int, int] | None:
 
 
 def fits_in_memory(split: Split, preprocessing: Preprocessing) -> bool:
-    """Whether the split's fitted images need at most `MEMORY_LIMIT` bytes."""
+    """Return whether the split's fitted images need at most `MEMORY_LIMIT` bytes."""
     return _bytes(split, preprocessing) <= MEMORY_LIMIT
 
 
@@ -225,7 +225,7 @@ def _bytes(split: Split, preprocessing: Preprocessing) -> int:
 
 
 def _room(split: Split, preprocessing: Preprocessing, scratch: Path | None) -> Path | None:
-    """The folder for the split's pixels; None if they are more than the limit, or than half of what is free there."""
+    """Return the folder for the split's pixels. None if they exceed the limit, or half of the free space there."""
     folder = scratch or cache_folder("pixels")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -253,14 +253,14 @@ def _decode(split: Split, preprocessing: Preprocessing, made: InMemory | OnDisk,
             if told is not None:
                 told(done / len(chunks))
     finally:
-        pool.shutdown(cancel_futures=True)  # after a fault or Ctrl-C, the rest is not wanted
+        pool.shutdown(cancel_futures=True)  # after a fault or Ctrl-C, the rest is not needed
 
 
 def _threads(sources: Sequence[Any]) -> int:
-    """One thread for thumbnails, whose decoding is mostly Python and so holds the GIL; else one a core.
+    """Use one thread for thumbnails, whose decoding is mostly Python and so holds the GIL, else one per core.
 
-    Measured on 2 cores with 2 threads instead of one: photographs 1.65 times faster, CIFAR's 1 kB JPEGs
-    1.4 times slower.
+    Measured on 2 cores with 2 threads instead of one: photographs 1.65 times faster, CIFAR's 1 kB JPEGs 1.4 times
+    slower.
     """
     sizes = []
     for source in sources[:8]:

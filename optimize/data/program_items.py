@@ -1,8 +1,8 @@
-"""One image with its label at a time, of what a program holds: arrays, a ``Dataset``, a ``DataLoader``, any iterable.
+"""Reads single images with labels from a program's data: arrays, a ``Dataset``, a ``DataLoader``, or any iterable.
 
-A loader is read through its batches, so that whatever its ``collate_fn`` does to images and labels counts. Two things
-are not the loader's: the order, which is that of its data set, and the number of images, which ``drop_last`` does not
-lessen. Random numbers that are drawn meanwhile are functions of a seed, so that the next run reads the same images.
+A loader is read through its batches, so that the effect of its ``collate_fn`` on images and labels counts. Two things
+are not the loader's. The order is that of its data set, and ``drop_last`` does not reduce the number of images. Random
+numbers that are drawn during reading are functions of a seed, so that the next run reads the same images.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from torch.utils.data import (
 from serve.runtime.errors import UserError, one_line
 
 #: Pairs of an image and the index of its class: a ``Dataset``, a ``DataLoader``, any iterable of such pairs or of
-#: batches of them; or a pair of arrays or tensors, ``(N, …)`` images and ``(N,)`` labels.
+#: batches of them. Or a pair of arrays or tensors, ``(N, …)`` images and ``(N,)`` labels.
 Data: TypeAlias = Dataset[Any] | Iterable[Any] | tuple[Any, Any]
 
 #: An image and its label, as the data gives them.
 Pair: TypeAlias = tuple[Any, Any]
 
-#: What an image and a label are called in a batch, or an item, that has names.
+#: The names of an image and a label in a batch or an item that has names.
 _IMAGE_NAMES = ("image", "images", "img", "imgs", "pixel_values", "pixels", "x", "input", "inputs", "data")
 _LABEL_NAMES = ("label", "labels", "target", "targets", "y", "class", "classes", "class_id", "class_idx")
 
-#: A sampler that draws more batches than this for each row of its data set does not end.
+#: A sampler that draws more batches than this for each row of its data set is taken to be endless.
 _DRAWS = 64
 
-#: So many images are read twice, to see whether they come out alike.
+#: This many images are read twice, to see whether they are the same.
 _LOOKED_AT = 16
 
 
@@ -54,9 +54,9 @@ class Items:
 
     Attributes:
         pairs: each image with its label.
-        count: how many there are, if that is known.
-        rows: the rows of the data set that they lie in, where they do not come in its order.
-        again: reads the first of them once more, with other random numbers; None for what can be read only once.
+        count: the number of images, if it is known.
+        rows: their rows of the data set, if they do not come in its order.
+        again: reads the first of them once more, with other random numbers. None for data that can be read only once.
     """
 
     pairs: Iterator[Pair]
@@ -66,10 +66,10 @@ class Items:
 
 
 def items_of(data: Data, title: str) -> Items:
-    """What ``data`` holds; ``title`` names it in messages.
+    """Return the items of ``data``. Messages call it ``title``.
 
     Raises:
-        UserError: it is none of the forms of `Data`; while iterating, reading it fails.
+        UserError: it has none of the forms of `Data`. While iterating: reading it fails.
     """
     if isinstance(data, tuple) and len(data) == 2 and all(hasattr(part, "shape") for part in data):
         images, labels = data
@@ -97,7 +97,7 @@ def items_of(data: Data, title: str) -> Items:
 
 @contextlib.contextmanager
 def drawn_by(seed: int) -> Iterator[None]:
-    """Random numbers of Python, NumPy and torch that depend on ``seed`` alone; afterwards those that there would be."""
+    """Make random numbers of Python, NumPy and torch depend only on ``seed``, and restore the generators afterwards."""
     before, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -111,7 +111,7 @@ def drawn_by(seed: int) -> Iterator[None]:
 
 
 def kind(value: Any) -> str:
-    """What a value is, in words for messages."""
+    """Describe a value in words for messages."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"{type(value).__name__} of {value.dtype}, shape {tuple(value.shape)}"
     if isinstance(value, str | int | float | bool):
@@ -121,7 +121,7 @@ def kind(value: Any) -> str:
 
 def _of_loader(loader: DataLoader[Any], title: str) -> Items:
     dataset: Any = loader.dataset
-    if type(loader).__iter__ is not DataLoader.__iter__:  # it does something of its own to batches
+    if type(loader).__iter__ is not DataLoader.__iter__:  # the subclass treats batches in its own way
         return Items(_apart(_guarded(loader, title), title))
     if isinstance(dataset, IterableDataset):
         stream = _twin(loader, batch_size=loader.batch_size)
@@ -151,12 +151,12 @@ def _of_loader(loader: DataLoader[Any], title: str) -> Items:
 
 
 def _batches(loader: DataLoader[Any], title: str) -> list[Any]:
-    """Which rows each batch of a loader has: lists, or single rows where it makes no batches.
+    """Return the rows of each batch of a loader: lists, or single rows if it makes no batches.
 
-    One that only shuffles all of its data set is read in order. Of any other, what its sampler draws is drawn once.
+    A loader that only shuffles all of its data set is read in order. For any other, its sampler is drawn from once.
     """
     dataset: Any = loader.dataset
-    # With a batch sampler of the user's, torch has a sampler of its own beside that, which nobody asks.
+    # If the user gives a batch sampler, torch still has a sampler of its own, which is never used.
     own: Any = loader.batch_sampler
     sampler: Any = loader.sampler
     if own is not None and not (type(own) is BatchSampler and own.sampler is sampler):
@@ -180,12 +180,13 @@ def _ending(sampler: Iterable[Any], dataset: Any, title: str) -> Iterator[Any]:
 
 
 def _index(loader: DataLoader[Any], batches: Sequence[Any]) -> dict[str, Any]:
-    """The arguments of a loader that gives these batches."""
+    """Return the arguments of a loader that gives these batches."""
     return {"batch_size": None, "sampler": batches} if loader.batch_sampler is None else {"batch_sampler": batches}
 
 
 def _twin(loader: DataLoader[Any], *, workers: int | None = None, **index: Any) -> DataLoader[Any]:
-    """A loader of the same data set that gives other batches; torch's own collating, which only stacks, is left out."""
+    """Make a loader of the same data set for other batches. torch's default collating, which only stacks, is left out.
+    """
     stacks = loader.collate_fn in (default_collate, default_convert)
     count = loader.num_workers if workers is None else workers
     of_workers: dict[str, Any] = {}
@@ -206,7 +207,7 @@ def _twin(loader: DataLoader[Any], *, workers: int | None = None, **index: Any) 
 
 
 class _Apart(list[Any]):
-    """Items of a batch that nobody has collated."""
+    """Items of a batch that were not collated."""
 
 
 def _makes_batches(index: Mapping[str, Any]) -> bool:
@@ -218,7 +219,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 def _guarded(values: Iterable[Any], title: str) -> Iterator[Any]:
-    """``values``, with whatever the user's code raises told in one line."""
+    """Yield ``values``, and report whatever the user's code raises in one line."""
     count = 0
     try:
         for value in values:
@@ -227,14 +228,14 @@ def _guarded(values: Iterable[Any], title: str) -> Iterator[Any]:
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - data sets and collate functions may raise anything
-        # Of a worker process, torch (2.14) gives the whole traceback as the text; what was raised is its last line.
+        # For an error in a worker process, torch (2.14) gives the whole traceback as text. Its last line is the error.
         text = str(error).strip()
         reason = text.splitlines()[-1] if "Original Traceback" in text else one_line(error)
         raise UserError(f"{title}[{count}]: reading it failed: {reason}") from None
 
 
 def _apart(values: Iterable[Any], title: str, *, single: bool | None = None) -> Iterator[Pair]:
-    """Images one by one, of batches or of single ones; ``single`` says which, None that it is to be seen from them."""
+    """Yield single images from batches or single ones. ``single`` says which. With None each value shows it."""
     for number, value in enumerate(values):
         place = f"{title}[{number}]"
         if isinstance(value, _Apart) or (isinstance(value, list | tuple) and value and all(map(_is_item, value))):
@@ -246,7 +247,7 @@ def _apart(values: Iterable[Any], title: str, *, single: bool | None = None) -> 
             continue
         try:
             counts = len(images), len(labels)
-        except TypeError:  # of a number, or of a tensor without axes
+        except TypeError:  # from a number, or a tensor without axes
             raise UserError(
                 f"{place}: is a batch of {kind(images)} with labels {kind(labels)}; it must have as many of both"
             ) from None
@@ -256,7 +257,7 @@ def _apart(values: Iterable[Any], title: str, *, single: bool | None = None) -> 
 
 
 def _fields(value: Any, place: str) -> Pair:
-    """Image and label, or images and labels, of a pair, a mapping or a record."""
+    """Return image and label, or images and labels, from a pair, a mapping or a record."""
     named: Mapping[str, Any] = {}
     if isinstance(value, Mapping):
         named = value
@@ -278,7 +279,7 @@ def _fields(value: Any, place: str) -> Pair:
 
 
 def _is_item(value: Any) -> bool:
-    """Whether a batch's element is an image with its label, and not all images or all labels of it."""
+    """Return whether a batch's element is an image with its label, rather than all images or all labels."""
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
         return len(value) == 2 and _is_image(value[0]) and not _is_image(value[1])
     return isinstance(value, Mapping) or dataclasses.is_dataclass(value) or hasattr(value, "_fields")
@@ -289,7 +290,7 @@ def _is_image(value: Any) -> bool:
 
 
 def _is_single(image: Any, label: Any, place: str) -> bool:
-    """Whether this is one image with its label, and no batch."""
+    """Return whether this is one image with its label rather than a batch."""
     if not isinstance(image, torch.Tensor | np.ndarray):
         return not isinstance(image, list | tuple)
     labels = len(label) if isinstance(label, list | tuple) or getattr(label, "ndim", 0) > 0 else 0

@@ -1,4 +1,4 @@
-"""What a data set is: images, labels, two splits, and what is known of them."""
+"""The records of a data set: images, labels, two splits, and facts about them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Split(Described):
     Attributes:
         sources: a file, its bytes or finished pixels for each image; see `optimize.data.sources`.
         labels: int64 of shape ``(N,)``, indices of classes.
-        known: the fingerprint, where it is known already.
+        known: the fingerprint, if it is already known.
     """
 
     sources: Sequence[Source]
@@ -42,12 +42,12 @@ class Split(Described):
 
     @cached_property
     def identity(self) -> Fingerprint:
-        """What its images and labels are identified by; taken once."""
+        """The fingerprint of its images and labels, computed once."""
         return self.known or fingerprint(self.sources, self.labels.numpy())
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over its images and labels; what it covers is said by ``identity.kind``."""
+        """The SHA-256 over its images and labels. ``identity.kind`` says what it covers."""
         return self.identity.digest
 
     def _facts(self) -> dict[str, str]:
@@ -58,21 +58,22 @@ class Split(Described):
 class ImageData(Described):
     """A classification data set.
 
-    What was trained or calibrated depends on ``train.fingerprint``, an accuracy on ``val.fingerprint``.
+    The key of a trained or calibrated artifact depends on ``train.fingerprint``, the key of an accuracy on
+    ``val.fingerprint``.
 
     Attributes:
         name: short name, for reports.
         classes: label of each class index.
         train: images to train and calibrate with.
         val: images to measure with, none of them in ``train``.
-        augment: which random changes keep an image's label true.
+        augment: the random changes that keep an image's label true.
         native_size: ``(height, width)`` in pixels if all of a sample of the images share it.
-        preferred_side: side in pixels that the images are scaled to for a network that asks for none; None: their own.
-        preprocessing: what was done to the images already, whose sources then are pixels; None: nothing yet.
-        val_of: how many images there are to measure with, where ``val`` is a part of them.
-        order: its own names of the classes in the order of ``classes``, where that is not its own order.
-        gaps: what is missing or looks like a mistake, and may be meant, a line each; see `open_data`.
-        notes: what a reader should know of how it was read, a line each; they are said, and on every card.
+        preferred_side: images are scaled to this side in pixels for a network that requests none. None: their own size.
+        preprocessing: the preprocessing that the images already had. Their sources are pixels then. None: none yet.
+        val_of: the number of all images to measure with, if ``val`` is a part of them.
+        order: the data's own names of the classes in the order of ``classes``, if that is not the data's own order.
+        gaps: gaps and probable mistakes that may be intended, a line each; see `open_data`.
+        notes: remarks on how it was read, a line each. The listener and every card get them.
     """
 
     name: str
@@ -90,7 +91,7 @@ class ImageData(Described):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over both splits."""
+        """The SHA-256 over both splits."""
         return both(self.train.identity, self.val.identity).digest
 
     @property
@@ -112,6 +113,6 @@ class ImageData(Described):
 
 
 def _shortened(classes: tuple[str, ...], shown: int = 3, letters: int = 20) -> str:
-    """The first classes, each by as many letters."""
+    """Return the first classes, each cut to a number of letters."""
     names = [name if len(name) <= letters else f"{name[: letters - 1]}…" for name in classes[:shown]]
     return ", ".join([*names, *(["…"] if len(classes) > shown else [])])

@@ -1,7 +1,7 @@
-"""Where encoded images lie, as sequences over arrays: a million of them cost tens of megabytes, not gigabytes.
+"""Sequences of encoded images over arrays: a million of them take tens of megabytes, not gigabytes.
 
-A tuple of a million paths is a million Python objects, and a worker process that was forked from its owner copies
-every page of them that it merely looks at. Arrays hold no counters: all processes share one copy.
+A tuple of a million paths is a million Python objects. A forked worker process copies every page of them that it reads,
+because reading changes reference counts. Arrays have no such counters, so all processes share one copy.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from PIL import Image
 from serve.runtime.errors import UserError
 from serve.runtime.images.image_preprocessing import eight_bit, white_of
 
-#: An image: a file, its encoded bytes, or, where the preprocessing is done already, pixels ``uint8 (C, H, W)``.
+#: An image: a file, its encoded bytes, or, if the preprocessing is already done, pixels ``uint8 (C, H, W)``.
 Source: TypeAlias = "Path | bytes | npt.NDArray[np.uint8]"
 
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Table(Sequence[T_co]):
-    """A sequence whose items are made when they are asked for. Equal to any sequence of equal items."""
+    """A sequence whose items are made on request. Equal to any sequence of equal items."""
 
     @abc.abstractmethod
     def item(self, index: int) -> T_co:
-        """The item at ``index``, which is in ``range(len(self))``."""
+        """Return the item at ``index``, which is in ``range(len(self))``."""
 
     @overload
     def __getitem__(self, index: int) -> T_co: ...
@@ -54,12 +54,12 @@ class Table(Sequence[T_co]):
 
 
 class Files(Table[Path]):
-    """Paths of files below one folder: each directory's name once, the files' names end to end in one array.
+    """Paths of files below one folder: each directory's name once, and all file names in one array.
 
     Attributes:
-        root: the folder that all lie in.
-        folders: directories, relative to ``root``, as the file system's bytes; empty for ``root`` itself.
-        folder: ``int32 (N,)``, which of ``folders`` each file lies in.
+        root: the folder that contains all of them.
+        folders: directories, relative to ``root``, as the file system's bytes. Empty for ``root`` itself.
+        folder: ``int32 (N,)``, the index into ``folders`` for each file.
         names: ``uint8``, the files' names one behind the other.
         ends: ``int64 (N,)``, where each name ends in ``names``.
     """
@@ -81,7 +81,7 @@ class Files(Table[Path]):
 
     @classmethod
     def listed(cls, root: Path, listing: Iterable[tuple[bytes, Sequence[bytes]]]) -> Files:
-        """From pairs of a directory, relative to ``root``, and the names of the files in it."""
+        """Build from pairs of a directory, relative to ``root``, and the names of the files in it."""
         folders, counts, lengths, blobs = [], [], [], []
         for folder, names in listing:
             folders.append(folder)
@@ -94,7 +94,7 @@ class Files(Table[Path]):
 
     @classmethod
     def of(cls, root: Path, paths: Iterable[Path]) -> Files:
-        """From paths below ``root``, in their order."""
+        """Build from paths below ``root``, in their order."""
         folders: dict[bytes, int] = {}
         folder, names = [], []
         for path in paths:
@@ -108,14 +108,14 @@ class Files(Table[Path]):
         return len(self.ends)
 
     def item(self, index: int) -> Path:
-        """The file's path."""
+        """Return the file's path."""
         return Path(self.root, self._prefixes[self.folder[index]] + os.fsdecode(self._name(index)))
 
     def below(self, rows: npt.NDArray[np.integer[Any]]) -> Iterator[bytes]:
-        """The paths below ``root`` of the files at ``rows``, as the file system's bytes."""
+        """Yield the paths below ``root`` of the files at ``rows``, as the file system's bytes."""
         prefixes = [os.fsencode(prefix) for prefix in self._prefixes]
         names = self.names.tobytes()
-        for start in range(0, len(rows), 1 << 16):  # as numbers of Python's own, all at once would be 100 MB
+        for start in range(0, len(rows), 1 << 16):  # as Python integers, all at once would take 100 MB
             chunk = rows[start : start + (1 << 16)]
             begins = np.where(chunk > 0, self.ends[chunk - 1], 0)
             parts = zip(self.folder[chunk].tolist(), begins.tolist(), self.ends[chunk].tolist(), strict=True)
@@ -150,13 +150,13 @@ class Records(Table[bytes]):
         return len(self.ends)
 
     def item(self, index: int) -> bytes:
-        """The image's encoded bytes."""
+        """Return the image's encoded bytes."""
         start = self.ends[index - 1] if index else 0
         return self.data[start : self.ends[index]].tobytes()
 
 
 class Pixels(Table["npt.NDArray[np.uint8]"]):
-    """Images whose preprocessing is done already: ``uint8 (N, C, H, W)`` in memory or in a mapped file."""
+    """Images whose preprocessing is already done: ``uint8 (N, C, H, W)`` in memory or in a mapped file."""
 
     def __init__(self, pixels: npt.NDArray[np.uint8]) -> None:
         self.pixels = pixels
@@ -165,7 +165,7 @@ class Pixels(Table["npt.NDArray[np.uint8]"]):
         return len(self.pixels)
 
     def item(self, index: int) -> npt.NDArray[np.uint8]:
-        """The image's pixels, ``uint8 (C, H, W)``."""
+        """Return the image's pixels, ``uint8 (C, H, W)``."""
         image: npt.NDArray[np.uint8] = self.pixels[index]
         return image
 
@@ -176,11 +176,11 @@ class Pixels(Table["npt.NDArray[np.uint8]"]):
 
 
 class Selected(Table[Any]):
-    """Some images of another sequence, in an order of their own; the images themselves are not copied.
+    """Some images of another sequence, in another order. The images themselves are not copied.
 
     Attributes:
-        whole: the sequence that they are of.
-        rows: ``int32`` or ``int64 (N,)``, their places in it.
+        whole: the other sequence.
+        rows: ``int32`` or ``int64 (N,)``, indices into it.
     """
 
     def __init__(self, whole: Sequence[Any], rows: npt.NDArray[np.integer[Any]]) -> None:
@@ -191,19 +191,19 @@ class Selected(Table[Any]):
         return len(self.rows)
 
     def item(self, index: int) -> Any:
-        """What lies at the place of row ``index``."""
+        """Return the image that row ``index`` refers to."""
         return self.whole[int(self.rows[index])]
 
 
 def select(sources: Sequence[Any], rows: npt.NDArray[np.integer[Any]]) -> Selected:
-    """The images at ``rows`` of ``sources``; a selection of a selection is one selection."""
+    """Return the images at ``rows`` of ``sources``. A selection of a selection is one selection."""
     if isinstance(sources, Selected):
         return Selected(sources.whole, sources.rows[rows])
     return Selected(sources, rows.astype(np.int32 if len(sources) < 1 << 31 else np.int64))
 
 
 def read_source(source: Source) -> bytes:
-    """An image's encoded bytes; pixels become a PNG.
+    """Return an image's encoded bytes. Pixels become a PNG.
 
     Raises:
         UserError: its file cannot be read.
@@ -219,9 +219,9 @@ def read_source(source: Source) -> bytes:
 
 
 def out_of_reach(sources: Sequence[Source], sample: int = 8) -> Path | None:
-    """One of a few files, evenly spread, if none of them can be read from this machine; None if one can.
+    """Return one of a few evenly spread files if none of them can be read on this machine. None if one can.
 
-    Single images may be damaged anywhere: this is about the folder that they lie in.
+    Single images may be damaged anywhere. This is about their folder.
     """
     some = [sources[place] for place in range(0, len(sources), -(-len(sources) // sample))] if len(sources) else []
     files = [source for source in some if isinstance(source, Path)]
@@ -229,15 +229,15 @@ def out_of_reach(sources: Sequence[Source], sample: int = 8) -> Path | None:
 
 
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """``uint8 (H, W)`` or ``(H, W, 2 to 4)`` as an encoded image: what a split holds of images that lie in memory."""
+    """Encode ``uint8 (H, W)`` or ``(H, W, 2 to 4)``: a split holds images in memory like this."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
 
 
 def tiff(image: Image.Image) -> bytes:
-    """A deep grey of Pillow's as an encoded image, whose values are scaled as those of any file are."""
-    if white_of(image) != white_of(Image.new(image.mode, (1, 1))):  # 12 bits, which only their own file says
+    """Encode a deep grey of Pillow's. Its values are scaled later like those of any file."""
+    if white_of(image) != white_of(Image.new(image.mode, (1, 1))):  # 12 bits, which only its own file states
         image = eight_bit(image)
     buffer = io.BytesIO()
     image.save(buffer, "TIFF")

@@ -1,7 +1,7 @@
-"""Which images go where: validation, calibration, held out of training; stratified, and the same for a seed.
+"""Splits images into validation, calibration and held-out parts, stratified, and the same for a seed.
 
-Not scikit-learn's ``StratifiedShuffleSplit`` or ``train_test_split`` (1.9): they refuse fewer images than classes
-(256 to calibrate with, of 1,000 classes) and classes of one image, and may leave a small class without any.
+Not scikit-learn's ``StratifiedShuffleSplit`` or ``train_test_split`` (1.9). They refuse fewer images than classes (256
+to calibrate with, of 1,000 classes) and classes of one image, and may leave a small class without any.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from optimize.data.records import Split
 from optimize.data.sources import Source, select
 from serve.runtime.errors import UserError
 
-#: Share of the images that is kept for validation where a data set brings no split of its own.
+#: Share of the images that is kept for validation if a data set has no split of its own.
 VAL_SHARE = 0.2
 
 _Rows = npt.NDArray[np.int64]
@@ -27,8 +27,8 @@ _Rows = npt.NDArray[np.int64]
 def split_off(sources: Sequence[Source], labels: Sequence[int] | _Rows, keys: Sequence[bytes]) -> tuple[Split, Split]:
     """Split off `VAL_SHARE` of each class (at least one image, if it has two): those with the smallest keys.
 
-    A key depends on its image's name alone, so that a new image leaves the others where they are, but
-    for at most one of its class that it displaces at the boundary.
+    A key depends only on its image's name. So a new image leaves the others in place, except for at most one of its
+    class that it displaces at the boundary.
     """
     classes = np.asarray(labels, np.int64)
     chosen = chosen_by_key(classes, np.asarray([int.from_bytes(key[:8], "big") for key in keys], np.uint64))
@@ -37,7 +37,7 @@ def split_off(sources: Sequence[Source], labels: Sequence[int] | _Rows, keys: Se
 
 
 def chosen_by_key(labels: _Rows, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-    """Which images `split_off` takes for validation."""
+    """Return which images `split_off` takes for validation."""
     found = np.bincount(labels)
     counts = np.minimum(np.maximum(1, np.rint(found * VAL_SHARE).astype(np.int64)), found - 1)
     chosen: npt.NDArray[np.bool_] = ranks(labels, np.argsort(keys, kind="stable")) < counts[labels]
@@ -45,7 +45,7 @@ def chosen_by_key(labels: _Rows, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np
 
 
 def ranks(labels: _Rows, order: _Rows) -> _Rows:
-    """How many images of its own class stand before each image, if all stand in ``order``; ``int64 (N,)``."""
+    """Return how many images of its own class come before each image in ``order``, as ``int64 (N,)``."""
     ordered = labels[order]
     # Sixteen bits are sorted by radix, eight times as fast as 64.
     narrow = ordered.astype(np.uint16) if len(ordered) and ordered.max() < 1 << 16 else ordered
@@ -61,10 +61,10 @@ _subsets: WeakKeyDictionary[Split, dict[tuple[int, int], Split]] = WeakKeyDictio
 
 
 def subset(split: Split, limit: int, seed: int = 0) -> Split:
-    """A random subset of ``limit`` images that keeps the classes' proportions; the same for the same seed.
+    """Return a random subset of ``limit`` images that keeps the classes' proportions, the same for the same seed.
 
-    Images are taken in shares by largest remainder, and come in a random order, so that any first part
-    of it is mixed too. All of the split, if it has no more than ``limit``.
+    Shares are rounded by largest remainder. The images come in a random order, so that any first part is mixed too. If
+    the split has no more than ``limit`` images, it is returned completely.
 
     Raises:
         UserError: ``limit`` is not positive.
@@ -80,7 +80,7 @@ def subset(split: Split, limit: int, seed: int = 0) -> Split:
         counts = torch.bincount(split.labels)
         shares = counts.double() * limit / len(split)
         quota = shares.floor().long()
-        # Ties among remainders are broken at random, or a small subset would hold only the first classes.
+        # Ties among remainders are broken at random. Otherwise a small subset would contain only the first classes.
         lottery = torch.rand(len(counts), generator=generator) * 1e-6
         quota[(shares - quota + lottery).argsort(descending=True)[: limit - int(quota.sum())]] += 1
         kept[limit, seed] = part(split, _first(order.numpy(), split.labels.numpy(), quota.numpy()))
@@ -88,8 +88,8 @@ def subset(split: Split, limit: int, seed: int = 0) -> Split:
 
 
 def _first(order: _Rows, labels: _Rows, quota: _Rows) -> _Rows:
-    """The first ``quota`` rows of each class in ``order``, in that order."""
-    # They mostly lie near the beginning, and ranks in a beginning are ranks in the whole.
+    """Return the first ``quota`` rows of each class in ``order``, in that order."""
+    # They are mostly near the beginning, and ranks in a beginning are ranks in the whole.
     length = 32 * int(quota.sum())
     while True:
         beginning = order[:length]
@@ -105,7 +105,7 @@ _held_out: WeakKeyDictionary[Split, dict[tuple[float, int], tuple[Split, Split]]
 
 
 def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
-    """Split off ``share`` of each class (at least one image of it, if it has two), at random; the rest comes first."""
+    """Split off ``share`` of each class (at least one image, if it has two) at random. The rest is returned first."""
     known = _held_out.setdefault(split, {})
     if (share, seed) not in known:
         order = torch.randperm(len(split), generator=torch.Generator().manual_seed(seed)).numpy()
@@ -118,7 +118,7 @@ def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
 
 
 def part(split: Split, rows: npt.NDArray[np.integer[Any]]) -> Split:
-    """The images at ``rows``, in that order."""
-    with torch.inference_mode(False):  # it is kept: a caller who measures must not make it untrainable
+    """Return the images at ``rows``, in that order."""
+    with torch.inference_mode(False):  # it is kept: a caller who measures must not make it unusable in training
         labels = torch.from_numpy(split.labels.numpy()[rows])
     return Split(select(split.sources, rows), labels, split.known and split.known.part(rows))

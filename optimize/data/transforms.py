@@ -1,4 +1,4 @@
-"""torchvision's random transforms on training images, each image with random numbers of its own."""
+"""Applies torchvision's random transforms to training images, each with its own random numbers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from serve.runtime.images.lean_torchvision import torchvision
 
 v2 = torchvision.transforms.v2
 
-#: The draw that a transform's own random numbers are made of; `augment` has those below, `mixed` the next.
+#: The draw for a transform's own random numbers. `augment` has those below, `mixed` the next.
 _DRAW = 8
 
 
 def transform(batch: torch.Tensor, draws: Draws, *, crop_scale: float | None, trivial: bool) -> torch.Tensor:
-    """Crop and change each image of a ``uint8 (N, C, H, W)`` batch at random; a batch of the same shape and dtype.
+    """Crop and change each image of a ``uint8 (N, C, H, W)`` batch at random. Shape and dtype stay.
 
-    torchvision's transforms change all images of a batch alike and draw from the process's generator, which is
-    therefore set for each image and given back.
+    torchvision's transforms change all images of a batch alike and draw from the process's generator. So the generator
+    is set for each image and restored afterwards.
 
     Args:
-        batch: on any device.
+        batch: images on any device.
         draws: the random numbers of these images.
-        crop_scale: least share of an image's area that a crop has, which is then scaled to the image's size, as
-            RandomResizedCrop (Szegedy et al. 2015, arXiv:1409.4842); None: no crop.
-        trivial: one operation of random strength for each image: TrivialAugmentWide (Müller & Hutter 2021,
+        crop_scale: the least share of an image's area that a crop has. The crop is then scaled to the image's size, as
+            in RandomResizedCrop (Szegedy et al. 2015, arXiv:1409.4842). None: no crop.
+        trivial: apply one operation of random strength to each image: TrivialAugmentWide (Müller & Hutter 2021,
             arXiv:2103.10158).
     """
     steps: list[Callable[[torch.Tensor], torch.Tensor]] = []

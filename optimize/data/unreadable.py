@@ -1,4 +1,4 @@
-"""Images that cannot be read: how they are named, and how many are put up with."""
+"""Names images that cannot be read, and limits their number."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from optimize.data.sources import Selected
 from serve.runtime.errors import UserError
 
-#: So many are named; of the others only the number is said.
+#: The most images that a message names. Of the others it gives only the number.
 NAMED = 10
 
 
 def place(sources: Sequence[Any], index: int) -> str:
-    """What an image is called in messages: its file, or its number in its data set."""
+    """Return the name of an image in messages: its file, or its number in its data set."""
     source = sources[index]
     if isinstance(source, Path):
         return str(source)
@@ -22,7 +22,7 @@ def place(sources: Sequence[Any], index: int) -> str:
 
 
 def named(found: Mapping[int, str], sources: Sequence[Any]) -> str:
-    """Up to `NAMED` of them with the reason, then a count: ``a.jpg: not an image …; b.jpg: …; and 3 more``."""
+    """Name up to `NAMED` of them with the reason, then a count: ``a.jpg: not an image …; b.jpg: …; and 3 more``."""
     rows = sorted(found)
     parts = [f"{place(sources, row)}: {found[row]}" for row in rows[:NAMED]]
     if len(rows) > NAMED:
@@ -31,13 +31,13 @@ def named(found: Mapping[int, str], sources: Sequence[Any]) -> str:
 
 
 def refused(found: Mapping[int, str], sources: Sequence[Any], remedy: str, *, more: bool = False) -> UserError:
-    """The error that names what cannot be read.
+    """Return the error that names what cannot be read.
 
     Args:
-        found: the reason for each row of ``sources`` that cannot be read; at least one.
-        sources: what was read.
-        remedy: what the user can do, ending the message.
-        more: not all of ``sources`` were looked at.
+        found: the reason for each row of ``sources`` that cannot be read, at least one.
+        sources: the images.
+        remedy: what the user can do, as the end of the message.
+        more: whether some of ``sources`` were not read.
     """
     if len(found) == 1 and not more:
         return UserError(f"{named(found, sources)}; {remedy}" if remedy else named(found, sources))

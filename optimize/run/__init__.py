@@ -1,5 +1,5 @@
-"""What the user asks for, and how it is carried out.
+"""Carries out a user's job.
 
-In: a job or the API's words, and a recipe. Does: every stage through the store, then measures and recommends.
-Out: a run's folder, with report, artifacts and archives.
+Input: a job, or the arguments of the API, and a recipe. Does: makes every stage through the store, then measures and
+recommends. Output: a run's folder with report, artifacts and archives.
 """

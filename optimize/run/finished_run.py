@@ -1,4 +1,4 @@
-"""A finished run's model, data and artifacts, opened again by its name alone."""
+"""Opens a finished run's model, data and artifacts again by its name."""
 
 from __future__ import annotations
 
@@ -24,29 +24,28 @@ from serve.runtime.errors import UserError
 def reopen_run(
     store: Path, run: str, listener: Listener, *, seed: int = 0, device: str = "auto", skip_unreadable: bool = False
 ) -> tuple[Session, Report]:
-    """The session of a run, as it was when the run was made.
+    """Open a run's session as it was when the run was made, and its report.
 
     Args:
-        store: where the run is.
+        store: the folder of the run.
         run: its name.
-        listener: of the session.
-        seed: that the run was made with; it is not written down in it.
+        listener: the session's listener.
+        seed: the run's seed, which the run does not record.
         device: where to calibrate.
-        skip_unreadable: measure without the validation images that cannot be read; a run that left some out is opened
-            as it was.
+        skip_unreadable: leave out validation images that cannot be read. A run that did so is opened the same way.
 
     Raises:
-        UserError: there is no such run, or its model or data cannot be opened as they were then.
+        UserError: the run does not exist, or its model or data cannot be opened as they were.
     """
     report = report_of(store, run)
     identity = identity_of(store / run)
     if identity is None:
         raise UserError(f"{store / run / layout.IDENTITY_FILE} is missing or unreadable; run the model again")
-    data = open_data(identity.data, seed=seed, listener=listener, accept_gaps=True)  # as the run did, if there are any
+    data = open_data(identity.data, seed=seed, listener=listener, accept_gaps=True)  # as the run did
     card = load_card(layout.artifact_folder(store, run, report.baseline.name))
     data = in_recorded_order(data, card.data)
     if len(card.classes) == len(data.classes):
-        data = dataclasses.replace(data, classes=card.classes)  # names that a file gave the run
+        data = dataclasses.replace(data, classes=card.classes)  # names that a file gave to the run
     wished = {part.name: getattr(card.preprocessing, part.name) for part in dataclasses.fields(card.preprocessing)}
     job = Job(
         model=identity.model,
@@ -70,13 +69,13 @@ def reopen_run(
 
 
 def _left_some_out(report: Report) -> bool:
-    """Whether there were validation images that could not be read, and the run went on without them."""
+    """Return whether the run left out validation images that could not be read."""
     measured = [pair.measured for row in report.rows for pair in row.pairs]
     return any(each is not None and each.accuracy.left_out > 0 for each in measured)
 
 
 def artifact_of(session: Session, run: str, name: str) -> Step:
-    """An artifact of a run in its session, with its ancestors if the store still has them.
+    """Return an artifact of a run in its session, with its ancestors if the store still has them.
 
     Raises:
         UserError: the run has no such artifact, or it is damaged.

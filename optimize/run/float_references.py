@@ -1,7 +1,7 @@
-"""The fair float executions that every INT8 one is to be held against: the float graph, by ONNX Runtime and OpenVINO.
+"""Adds fair float executions to compare INT8 with: the float graph on ONNX Runtime and OpenVINO.
 
-Where no artifact of a run is a float graph, one is made that is none of its artifacts: a reference, timed in the same
-turns.
+If no artifact of a run is a float graph, one is made as a reference and timed in the same turns. It is not an artifact
+of the run.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _STEP: Final = "float graph"
 
 @dataclass(frozen=True)
 class FloatReferences:
-    """Those that are no pairs of the report.
+    """The float references that are not pairs of the report.
 
     Attributes:
-        pairs: what is to be timed, by reference's name.
-        skips: why one is not.
-        keys: of the store's objects that they are.
+        pairs: the pairs to time, by reference's name.
+        skips: why other references are not timed.
+        keys: keys of their objects in the store.
     """
 
     pairs: Mapping[str, Candidate] = field(default_factory=dict)
@@ -42,12 +42,12 @@ class FloatReferences:
     keys: frozenset[str] = frozenset()
 
     def named(self, speeds: Mapping[str, Speed]) -> dict[str, Speed]:
-        """Speeds by id, those of the references by their names."""
+        """Return speeds by id, with those of the references under their names."""
         names = {pair.id: name for name, pair in self.pairs.items()}
         return {names.get(pair, pair): speed for pair, speed in speeds.items()}
 
     def references(self, table: SpeedTable, turns: Turns) -> list[Reference]:
-        """As a report has them."""
+        """Return the references as records of a report."""
         failed = {
             name: Skip(kind="cannot_run_here", reason=table.skipped.get(pair.id, "it was not timed"))
             for name, pair in self.pairs.items()
@@ -59,14 +59,14 @@ class FloatReferences:
 
 
 def graph_of(session: Session, eager: Artifact) -> Step:
-    """The float graph of an eager artifact, its norms folded where that can be; made once, and then in the store.
+    """Make the float graph of an eager artifact, with norms folded if possible. The store keeps it.
 
     Returns:
-        The graph; its seconds are those of both steps, and it is cached if both were.
+        The graph. Its seconds are those of both steps, and it is cached if both were.
     """
     try:
         folded = session.apply(eager, find_pass("fuse").config(), _FOLDED)
-    except PassError:  # its forward cannot be traced; the exporter may know better, and engines fold norms too
+    except PassError:  # Its forward cannot be traced. The exporter may succeed, and engines fold norms too.
         return session.apply(eager, find_pass("onnx").config(), _GRAPH)
     graph = session.apply(folded.artifact, find_pass("onnx").config(), _GRAPH)
     return replace(graph, cached=folded.cached and graph.cached, seconds=folded.seconds + graph.seconds)
@@ -78,13 +78,13 @@ def float_references(
     bench: Bench,
     make: Callable[[Artifact], Step] | None,
 ) -> FloatReferences:
-    """What is to be timed beside a report's own pairs so that each engine's float execution is among them.
+    """Choose the pairs to time besides the report's own, so that each engine's float execution is among them.
 
     Args:
-        pairs: of the report.
+        pairs: the pairs of the report.
         eager: the artifact whose weights the references run.
-        bench: that will time them.
-        make: makes the graph; None where a graph that there is not is not to be made.
+        bench: measures them.
+        make: makes the graph. None: a missing graph is not made.
     """
     there = {
         pair.execution.engine for pair in pairs if pair.artifact.kind == "onnx" and pair.execution.device_type == "cpu"

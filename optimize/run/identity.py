@@ -1,4 +1,4 @@
-"""Whose a run is: one of a model and its data is not replaced unasked by one of another model or other data."""
+"""The identity of a run. A run of other data or another model is not overwritten without the user's consent."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from serve.runtime.errors import UserError
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run is of: by its words and by its content, because files are edited, and they are moved.
+    """The model and data of a run, by name and by content, because files are edited and moved.
 
     Attributes:
-        model: the model's reference, with its file's whole path.
+        model: the model's reference, with the full path of its file.
         model_content: the source's fingerprint, and the factory.
-        data: the data's reference, with its folder's whole path.
+        data: the data's reference, with the full path of its folder.
         data_content: the data's fingerprint.
     """
 
@@ -33,7 +33,7 @@ class Identity:
 
     @classmethod
     def of(cls, model: str, data: str, source: ModelSource, images: ImageData) -> Identity:
-        """That of a run of ``model`` on ``data``, as the user wrote them, and as they were opened."""
+        """Return the identity of a run of ``model`` on ``data``, from the user's text and the opened objects."""
         return cls(
             layout.model_anywhere(model),
             f"{source.fingerprint}:{source.name}",
@@ -45,21 +45,21 @@ class Identity:
         return f"{self.model} on {self.data}"
 
     def is_that_of(self, other: Identity) -> bool:
-        """Whether both are of the same model and the same data."""
+        """Return whether both have the same model and the same data."""
         same_model = self.model == other.model or self.model_content == other.model_content
         return same_model and (self.data == other.data or self.data_content == other.data_content)
 
 
 def write_identity(identity: Identity, folder: Path) -> None:
-    """Write whose the run in ``folder`` is."""
+    """Write the identity of the run in ``folder``."""
     write_json(dataclasses.asdict(identity), folder / layout.IDENTITY_FILE)
 
 
 def refuse_replacing(folder: Path, own: Identity) -> None:
-    """See that the run in ``folder``, if there is one, is of the same model and data.
+    """Check that the run in ``folder``, if it exists, has the same model and data.
 
     Raises:
-        UserError: it is of others; both are named, and what can be done.
+        UserError: it has others. The message names both, and the user's choices.
     """
     present = identity_of(folder)
     if present is not None and not own.is_that_of(present):
@@ -70,7 +70,7 @@ def refuse_replacing(folder: Path, own: Identity) -> None:
 
 
 def identity_of(folder: Path) -> Identity | None:
-    """Whose the run in ``folder`` is; None if there is no run, or nobody can tell: the file is damaged."""
+    """Return the identity of the run in ``folder``. None if there is no run, or its file is damaged."""
     if sealed_files.is_sealed(folder) and not sealed_files.holds(folder, layout.IDENTITY_FILE):
         return None
     try:

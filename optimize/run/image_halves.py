@@ -1,7 +1,7 @@
-"""Two halves of the evaluation images: one chooses among the trials of a search, the other judges what was chosen.
+"""Splits the evaluation images into two halves: one chooses among a search's trials, the other judges the choice.
 
-The best of many on some images is flattered by them. The recommendation of a run does not split its images: it tests
-all candidates together on all of them (`optimize.run.recommendation.non_inferiority`).
+The best of many trials looks better on the images that chose it. The recommendation of a run does not split its images:
+it tests all candidates together on all of them (`optimize.run.recommendation.non_inferiority`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ _SEED = 0
 
 
 class Halves(NamedTuple):
-    """Places of the images that choose and of those that judge, ``int64``, ascending; together all, none in both."""
+    """The indices of the images that choose and of those that judge, ``int64``, ascending. Each image is in one half.
+    """
 
     choose: NDArray[np.int64]
     judge: NDArray[np.int64]
 
 
 def halves(right: NDArray[np.bool_]) -> Halves:
-    """Split the images at random, the same way every time, with as many that are easy in both halves.
+    """Split the images at random, the same way every time, with equally many easy images in both halves.
 
     Args:
-        right: ``(n,)``, whether the baseline answers each image correctly; these and the others are split alike.
+        right: ``(n,)``, whether the baseline answers each image correctly. Both kinds are split evenly.
     """
     shuffled = np.random.default_rng(_SEED).permutation(len(right))
     ordered = shuffled[np.argsort(right[shuffled], kind="stable")]

@@ -1,6 +1,6 @@
-"""What the user asks for: the job, whose fields are the options of ``optimize run``.
+"""The job, which holds what the user asks for. Its fields are the options of ``optimize run``.
 
-Help texts are made of it, so it imports nothing that imports torch.
+Help texts are made from it, so it must not import torch.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 else:
 
     class _Foreign(type):
-        """A class that is not imported here: torch takes a second, for which a help text would wait.
+        """Stands for a class that is not imported here, because importing torch would delay a help text by a second.
 
-        Its instances are known all the same, because whoever holds one has imported its module.
+        Its instances are recognised all the same: whoever holds one has imported its module.
         """
 
         def __instancecheck__(cls, instance: object) -> bool:
@@ -40,7 +40,7 @@ else:
     Module = _Foreign("Module", (), {"home": "torch.nn"})
     ImageData = _Foreign("ImageData", (), {"home": "optimize.data.records"})
 
-_LONGEST_NAME = 128  # with an artifact's, of 64, and endings, a file's name of at most 255
+_LONGEST_NAME = 128  # with an artifact's name of 64 and endings, a file's name has at most 255
 
 
 def _asked_preprocessing(given: dict[str, Any]) -> Wish:
@@ -48,9 +48,9 @@ def _asked_preprocessing(given: dict[str, Any]) -> Wish:
 
 
 class Job(Config):
-    """What the user asks for, in the words of the command line."""
+    """The options of a run, as on the command line."""
 
-    model_config = ConfigDict(title="")  # in messages, its settings are the command line's
+    model_config = ConfigDict(title="")  # messages name its settings like the command line
 
     model: str | InstanceOf[Module] = Field(
         description="A torchvision classifier, timm:NAME, path/to/file.py:factory or some.module:factory. A program "
@@ -142,7 +142,7 @@ class Job(Config):
 
     @property
     def brings_weights(self) -> bool:
-        """Whether the model need not be trained."""
+        """Return whether the model needs no training."""
         return self.checkpoint is not None or self.weights is not None or not isinstance(self.model, str)
 
     @field_validator("run")

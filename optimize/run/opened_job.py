@@ -1,4 +1,4 @@
-"""A job whose parts were found and checked, before anything is built: its session, its weights and its run."""
+"""Opens a job: finds and checks its session, weights and run before anything is made."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from serve.runtime.device.cores import cores
 
 @dataclass(frozen=True)
 class Opened:
-    """A job whose parts were found and fit: the session, the run's name, and the weights if there are any.
+    """A job whose parts exist and fit together: the session, the run's name, and the weights if there are any.
 
-    ``devices`` are those to measure on. ``identity`` says which model and data the run is of.
-    ``preprocessing_origins`` says in words where each part of the preprocessing came from.
+    ``devices`` are those to measure on. ``identity`` is the run's model and data. ``preprocessing_origins`` says in
+    words where each part of the preprocessing comes from.
     """
 
     session: Session
@@ -60,12 +60,12 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     """Find and check everything that a job names.
 
     Args:
-        job: what the user asks for.
-        listener: told in one line what was found, and which preprocessing is used, by whose word.
-        recipe: the preprocessing that the recipe asks for; the job's goes before it.
+        job: the user's job.
+        listener: receives one line about what was found, and about the preprocessing and its origin.
+        recipe: the recipe's preprocessing. The job's takes precedence.
 
     Raises:
-        UserError: something is missing, unreadable, or does not fit.
+        UserError: something is missing, cannot be read, or does not fit.
     """
     only_first()
     together = processes(job.processes)
@@ -77,7 +77,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     source, weights = module_source(job.model) if isinstance(job.model, nn.Module) else (resolve_model(job.model), None)
     source, checkpoint, origin = (source, weights, Path(source.name)) if weights else _with_weights(job, source)
     listener.started("opening")  # until the next step begins
-    torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch (2.14) does not see a container's quota
+    torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch (2.14) ignores a container's CPU quota
     data = _data(job, listener, checkpoint, origin)
     validation = f"{len(data.val)} of {data.val_of}" if data.val_of else f"{len(data.val)}"
     wishes = [wish for wish in (recipe, job.preprocessing) if wish is not None]
@@ -120,12 +120,12 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
 
 
 def reopen(job: Job, recipe: Wish | None = None) -> Session:
-    """The session of a job, opened again in another process and without a word."""
+    """Open the session of a job again in another process, without messages."""
     return open_job(job, SILENT, recipe).session
 
 
 def _anywhere(job: Job) -> Job | None:
-    """The same job in words that hold in any folder; None if it has parts that are no words."""
+    """Return the same job with paths that hold in any folder. None if it has parts that are not text."""
     if not isinstance(job.model, str) or not isinstance(job.data, str):
         return None
     places = {
@@ -135,7 +135,7 @@ def _anywhere(job: Job) -> Job | None:
         "classes": job.classes.resolve() if isinstance(job.classes, Path) else job.classes,
         "class_order": _order_anywhere(job.class_order),
         "store": job.store.resolve(),
-        "tensorboard": None,  # of this process's trainings
+        "tensorboard": None,  # only for the trainings of this process
     }
     return job.model_copy(update=places)
 
@@ -146,7 +146,7 @@ def _order_anywhere(order: str | Path | tuple[str, ...] | None) -> str | Path | 
 
 
 def _data(job: Job, listener: Listener, checkpoint: Checkpoint | None, origin: Path | None) -> ImageData:
-    """The data as the job wants it."""
+    """Open the data with the job's settings."""
     data = (
         open_data(job.data, seed=job.seed, listener=listener, accept_gaps=job.accept_gaps)
         if isinstance(job.data, str)
@@ -155,7 +155,7 @@ def _data(job: Job, listener: Listener, checkpoint: Checkpoint | None, origin: P
     own = data.classes
     if job.classes is not None:
         data = with_classes(data, job.classes)
-    if data.order is None:  # else it was opened in that of a run
+    if data.order is None:  # otherwise it was opened in the order of a run
         data = with_order(data, own, job.class_order, checkpoint.classes if checkpoint else None, origin)
     check_classes(data)
     if job.augment is not None:
@@ -166,7 +166,7 @@ def _data(job: Job, listener: Listener, checkpoint: Checkpoint | None, origin: P
 
 
 def _with_weights(job: Job, source: ModelSource) -> tuple[ModelSource, Checkpoint | None, Path | None]:
-    """The source as its weights want it, the weights, and where they come from, for messages."""
+    """Return the source adapted to its weights, the weights, and their origin for messages."""
     if job.weights is not None:
         source, checkpoint = with_named_weights(source, job.weights)
         return source, checkpoint, Path(f"torchvision's {job.weights}")

@@ -51,18 +51,18 @@ class Outcome:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of the stages that failed and should not have."""
+        """Return the names of the stages that failed unexpectedly."""
         return tuple(row.name for row in self.report.rows if row.skip is not None and row.skip.kind == "failed")
 
 
 def run(job: Job, listener: Listener) -> Outcome:
     """Run a job from checkpoint to report.
 
-    Everything that the user can have got wrong is found before anything is built.
+    All possible mistakes of the user are found before anything is made.
 
     Raises:
-        UserError: the job is illegal, or something that it names cannot be read or written.
-        PipelineError: the baseline cannot be made; another stage that fails is reported as skipped instead.
+        UserError: the job is not valid, or something that it names cannot be read or written.
+        PipelineError: the baseline cannot be made. Another stage that fails is reported as skipped.
     """
     started = time.perf_counter()
     path = job.recipe or DEFAULT_RECIPE
@@ -83,9 +83,9 @@ def run(job: Job, listener: Listener) -> Outcome:
         artifacts = {step.artifact.name: step.artifact for step in steps if isinstance(step, Step)}
         gpu = next((device for device in opened.devices if device != "cpu"), "cpu")
         here = Machine.from_json(machine(torch.device(gpu)))
-        with session.store.lock(layout.run_lock(folder.name)):  # or two runs of one name would mix their files
+        with session.store.lock(layout.run_lock(folder.name)):  # otherwise two runs of one name would mix their files
             if not job.replace:
-                refuse_replacing(folder, opened.identity)  # one that has been made meanwhile
+                refuse_replacing(folder, opened.identity)  # one may have been made meanwhile
             write_identity(opened.identity, folder)
             example = sample(context.data.val, context.preprocessing)
             published = publish(
@@ -127,12 +127,12 @@ def run(job: Job, listener: Listener) -> Outcome:
             write_json(report.to_json(), folder / layout.REPORT_FILE)
             sealed_files.seal(
                 folder, published.digests
-            )  # the last: what is killed before it is made again by the next run
+            )  # sealed last: if the process is killed earlier, the next run makes everything again
     return Outcome(report, folder)
 
 
 def _refuse_idle(job: Job, recipe: Recipe, path: Path) -> None:
-    """Refuse what is said of trainings where there will be none."""
+    """Refuse options about training if nothing will be trained."""
     trained = not job.brings_weights or any(trains(stage.config) for stage in recipe.stages)
     said = {"--processes": job.processes, "--tensorboard": job.tensorboard, "--augment": job.augment}
     if not trained and (idle := [f"{option} {value}" for option, value in said.items() if value not in (None, 1)]):
@@ -160,11 +160,11 @@ def _check(opened: Opened, recipe: Recipe, path: Path) -> None:
 
 
 def make_baseline(opened: Opened, recipe: Recipe, listener: Listener) -> Step:
-    """The float network of a job, as its recipe trains it where there is no checkpoint.
+    """Make the float network of a job. The recipe says how to train it if there is no checkpoint.
 
     Raises:
         UserError: the checkpoint does not fit, or the model gives no logits.
-        PipelineError: the user's code or a library fails on it; the traceback is in a file, which is named.
+        PipelineError: the user's code or a library fails. The message names the file with the traceback.
     """
     listener.started(BASELINE)
     try:
@@ -180,7 +180,7 @@ def make_baseline(opened: Opened, recipe: Recipe, listener: Listener) -> Step:
 
 
 def _build(opened: Opened, recipe: Recipe, listener: Listener) -> list[Step | Row]:
-    """Carry out every stage; one that does not apply or fails leaves a row with the reason, and so its descendants."""
+    """Carry out every stage. A stage that fails or does not apply, and its descendants, become rows with the reason."""
     steps: dict[str, Step | Row] = {BASELINE: make_baseline(opened, recipe, listener)}
     for stage in recipe.stages:
         listener.started(stage.name)
@@ -194,7 +194,7 @@ def _build(opened: Opened, recipe: Recipe, listener: Listener) -> list[Step | Ro
 
 
 def _carry_out(opened: Opened, stage: Stage, steps: Mapping[str, Step | Row]) -> Step | Row:
-    """The stage's step, or a row that says why there is none."""
+    """Return the stage's step, or a row with the reason why there is none."""
     needed = [("parent", stage.parent), *(("teacher", name) for name in stage.teachers)]
     for what, name in needed:
         if isinstance(steps[name], Row):
@@ -223,7 +223,7 @@ def _error_log(opened: Opened, name: str) -> Path:
 
 
 def _explained(error: Exception, log: Path) -> str:
-    """An exception of a library, or what was raised from one, in one line; its traceback goes to ``log``."""
+    """Describe a library's exception, or one raised from it, in one line. The traceback goes to ``log``."""
     log.parent.mkdir(exist_ok=True)
     log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     return f"{message_of(error)} (traceback in {log})"

@@ -1,4 +1,4 @@
-"""Puts a run's folder together: artifacts, what was measured of them, archives, a sample image."""
+"""Writes a run's folder: artifacts, their measurements, archives, a sample image."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from serve.torchserve import server
 from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
 
-#: What was measured of a published artifact, beside its card: measuring again must not make another archive.
+#: The measurements of a published artifact. They are not in its card, so that measuring again makes no new archive.
 MEASUREMENTS_FILE = "measurements.json"
 
 
 @dataclass(frozen=True)
 class Published:
-    """What was published of a run.
+    """The published parts of a run.
 
     Attributes:
-        rows: the run's, with the paths of what was published.
-        keys: of the objects that the run now uses.
-        digests: SHA-256 of the published files that have just been hashed as files of an object.
+        rows: the run's rows, with the paths of the published files.
+        keys: keys of the objects that the run now uses.
+        digests: SHA-256 of those published files that were just hashed as files of an object.
     """
 
     rows: tuple[Row, ...]
@@ -64,22 +64,20 @@ def publish(
 ) -> Published:
     """Write ``artifacts/``, ``archives/`` and ``sample.<ext>`` of a run, and remove what an earlier run left there.
 
-    Archives that a server of this store is serving stay, whether the run still has them or not. One that is
-    replaced is a new file under the old name: TorchServe (0.12) has unpacked the old one when it started, and
-    restarts its workers from there.
-
-    The caller holds the lock of the run's name.
+    Archives that a server of this store is serving stay, whether the run still has them or not. A replaced archive is a
+    new file under the old name. TorchServe (0.12) unpacked the old one when it started, and restarts its workers from
+    there. The caller holds the lock of the run's name.
 
     Args:
-        store: where the archives are kept as objects.
+        store: keeps the archives as objects.
         folder: the run's folder.
-        artifacts: what was made, by name.
+        artifacts: the artifacts by name.
         rows: the report's rows, without the archives.
-        recommended: id of the pair that is served first, though another execution of its artifact be faster.
-        options: how they are served, where that is not as usual.
-        machine: what they were measured on.
-        sample: an encoded image to try the endpoint with: the first of the validation split that can be read.
-        first: what measured pairs answered to the first of the validation split, logits by id.
+        recommended: id of the pair to serve first, even if another execution of its artifact is faster.
+        options: settings of serving that differ from the defaults.
+        machine: the machine of the measurements.
+        sample: an encoded image to try the endpoint with: the first readable one of the validation split.
+        first: answers of measured pairs to the first image of the validation split, logits by id.
     """
     keys: set[str] = set()
     digests: dict[Path, str] = {}
@@ -90,7 +88,7 @@ def publish(
             published.append(row)
             continue
         target = layout.artifact_folder(folder.parent, folder.name, artifact.name)
-        # Of the run, and not of the pass: what each engine answers to the run's images.
+        # The certificate belongs to the run and not to the pass: it compares answers to the run's images.
         artifact = dataclasses.replace(artifact, card=dataclasses.replace(artifact.card, certificate=row.certificate))
         card = artifact.card
         executions = preferred_executions(row, card, recommended)
@@ -120,9 +118,9 @@ def publish(
 
 
 def preferred_executions(row: Row, card: Card, recommended: str | None = None) -> tuple[Execution, ...]:
-    """What may run an artifact, best first: by the measured p50; then what was not measured, as the engines rank.
+    """Return the executions for an artifact, best first: by measured p50, then unmeasured ones by the engines' rank.
 
-    The pair ``recommended`` is the first. Which GPU it was measured on, a server decides for itself.
+    The pair ``recommended`` comes first. The server chooses the GPU itself, so the measured one is not kept.
     """
     best = [
         dataclasses.replace(pair.execution, device=pair.execution.device_type)
@@ -133,7 +131,7 @@ def preferred_executions(row: Row, card: Card, recommended: str | None = None) -
 
 
 def measured_pairs(row: Row, recommended: str | None = None) -> list[tuple[Pair, Measured]]:
-    """The pairs of an artifact that were measured, with what was: ``recommended`` first, the others by p50."""
+    """Return the measured pairs of an artifact with their figures: ``recommended`` first, the others by p50."""
     measured = [(pair, pair.measured) for pair in row.pairs if pair.measured is not None]
     return sorted(measured, key=lambda entry: (entry[0].id != recommended, entry[1].latency_ms.p50))
 
@@ -141,16 +139,17 @@ def measured_pairs(row: Row, recommended: str | None = None) -> list[tuple[Pair,
 def known_answer(
     row: Row, recommended: str | None, first: Mapping[str, Sequence[float]], sample: bytes
 ) -> KnownAnswer | None:
-    """What an artifact answered to the run's sample image when its accuracy was measured, by its best pair.
+    """Return the answer of an artifact's best pair to the run's sample image, from the accuracy measurement.
 
     Args:
-        row: of the artifact.
+        row: the artifact's row.
         recommended: see `measured_pairs`.
         first: see `publish`.
         sample: see `publish`.
 
     Returns:
-        None where nothing was measured, or the first image cannot be read: the sample is another.
+        The answer. None if nothing was measured, or the first image cannot be read, because the sample is another image
+            then.
     """
     for pair, _ in measured_pairs(row, recommended):
         if pair.id in first:
@@ -159,7 +158,7 @@ def known_answer(
 
 
 def evidence_of(row: Row) -> tuple[Evidence, ...]:
-    """The measured accuracy of each execution of an artifact, with its interval."""
+    """Return the measured accuracy of each execution of an artifact, with its interval."""
     found = []
     for pair in row.pairs:
         if pair.measured is not None:
@@ -197,7 +196,7 @@ def _publish_artifact(
 def _publish_archive(
     store: Store, artifact: Path, card: Card, beside: Mapping[str, str], path: Path
 ) -> tuple[str, str]:
-    """Pack a published artifact, as it is served, through the store and link the archive to ``path``.
+    """Pack a published artifact through the store, and link the archive to ``path``.
 
     Returns:
         The object's key, and the archive's SHA-256.
@@ -217,12 +216,12 @@ def _publish_archive(
     stored = store.obtain(key, pack, about=f"{card.model} on {card.data['name']}: archive")
     store.link(stored.folder / path.name, path)
     digest = stored.files[path.name]
-    write_bill(path.parents[1], path, digest)  # of this environment: beside the archive, and not of it
+    write_bill(path.parents[1], path, digest)  # it describes this environment, so it is not in the archive
     return key, digest
 
 
 def _remove_stale(folder: Path, artifacts: Mapping[str, Artifact], sample: str, served: Collection[str]) -> None:
-    """Remove what an earlier run of another recipe or data set left under this run's name, or one that was killed."""
+    """Remove files that an earlier or killed run of another recipe or data set left under this run's name."""
     archives = {layout.archive_path(folder.parent, folder.name, name) for name in artifacts}
     stale = [path for path in (folder / layout.ARTIFACTS).iterdir() if path.name not in artifacts]
     for path in (folder / layout.ARCHIVES).iterdir():

@@ -1,7 +1,7 @@
-"""What the user asks for: a YAML file of stages, checked as a whole before anything runs.
+"""Reads and checks a recipe, a YAML file of stages.
 
-A recipe is a graph: each stage names a pass, its settings, and the stage (or ``baseline``) that it
-starts from. Everything that can be wrong with it is found here, all of it at once, and said with the line it stands on.
+A recipe is a graph: each stage names a pass, its settings, and the stage (or ``baseline``) that it starts from. All
+mistakes are found here before anything runs, and reported together with their lines.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from serve.runtime.errors import UserError, did_you_mean, one_line
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "default.yaml"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
-_MOST_VALUES = 10_000  # a few lines of anchors within anchors can mean billions
+_MOST_VALUES = 10_000  # a few lines of nested anchors can expand to billions of values
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One node of the recipe: ``name`` is made by the pass ``operation`` with ``config`` from the stage ``parent``.
+    """One node of the recipe: the pass ``operation`` with ``config`` makes ``name`` from the stage ``parent``.
 
-    ``line`` is where it stands in its file.
+    ``line`` is its line in the file.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Stage:
 
     @property
     def teachers(self) -> tuple[str, ...]:
-        """The names of the artifacts that teach; none where nothing does, or none that has a name of its own."""
+        """Return the names of the artifacts that teach. Empty without a teacher, or if no teacher has its own name."""
         return tuple(name for each in distillations(self.config) if (name := _word(each)) not in (None, SELF))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A legal recipe; each stage stands after its parent."""
+    """A valid recipe. Each stage comes after its parent."""
 
     stages: tuple[Stage, ...]
     baseline: TrainingConfig
@@ -72,7 +72,7 @@ class Recipe:
 
 
 class _Node:
-    """A YAML value that knows its line: ``value`` is a dict of nodes, a list of nodes, or a scalar.
+    """A YAML value with its line: ``value`` is a dict of nodes, a list of nodes, or a scalar.
 
     ``count`` numbers the values of the whole file.
     """
@@ -102,13 +102,13 @@ class _Node:
                 raise _Fault(self.line, f"not valid YAML: {one_line(error)}") from None
 
     def plain(self) -> Any:
-        """The value without its lines."""
+        """Return the value without its lines."""
         if isinstance(self.value, dict):
             return {name: entry.plain() for name, entry in self.value.items()}
         return [entry.plain() for entry in self.value] if isinstance(self.value, list) else self.value
 
     def mapping(self, what: str, known: tuple[str, ...], found: _Faults) -> dict[str, _Node]:
-        """The fields of a mapping; those that are unknown are faults, and left out."""
+        """Return the fields of a mapping. Unknown fields are reported as faults and left out."""
         if self.value is None:
             return {}
         if not isinstance(self.value, dict):
@@ -128,7 +128,7 @@ class _Fault(Exception):  # noqa: N818 - becomes a UserError with the file's nam
 
 
 class _Faults:
-    """What is wrong with a recipe, as far as it was read."""
+    """The faults of a recipe that were found so far."""
 
     def __init__(self) -> None:
         self._found: list[tuple[int, str]] = []
@@ -138,14 +138,14 @@ class _Faults:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Leave the block at its first fault, and go on after it."""
+        """Record the fault that ends the block, and continue after the block."""
         try:
             yield
         except _Fault as fault:
             self.add(fault.line, str(fault))
 
     def check(self, path: Path) -> None:
-        """Raise all of them, a line each, in the order of the file."""
+        """Raise all faults together, a line each, in the order of the file."""
         if self._found:
             lines = sorted(dict.fromkeys(self._found), key=lambda fault: fault[0])
             raise UserError("\n".join(f"{path}:{line}: {reason}" for line, reason in lines))
@@ -155,7 +155,7 @@ def load_recipe(path: Path = DEFAULT_RECIPE) -> Recipe:
     """Read and check a recipe.
 
     Raises:
-        UserError: it cannot be read or is illegal; the message has a line for each fault, with file, line and reason.
+        UserError: it cannot be read or is not valid. The message has a line for each fault, with file, line and reason.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -172,7 +172,7 @@ def load_recipe(path: Path = DEFAULT_RECIPE) -> Recipe:
 
 
 def _parse(text: str, found: _Faults) -> Recipe:
-    """The recipe, of which only what is no fault counts."""
+    """Return the recipe. Its values are valid only as far as no fault was recorded."""
     try:
         loader = Loader(text)
         document = loader.get_single_node()
@@ -181,7 +181,7 @@ def _parse(text: str, found: _Faults) -> Recipe:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise _Fault(mark.line + 1 if mark else 1, f"not valid YAML: {problem}") from None
-    except RecursionError:  # such as an anchor in itself
+    except RecursionError:  # for instance an anchor within itself
         raise _Fault(1, "not valid YAML: nested without end") from None
     if root is None:
         raise _Fault(1, "the recipe is empty; it needs a list of stages")
@@ -212,13 +212,13 @@ def _measure(node: _Node | None, found: _Faults) -> Timing:
 
 
 def _stages(node: _Node | None, line: int, found: _Faults) -> tuple[Stage, ...]:
-    """As far as they can be read, with the faults of each; what follows from a fault is none of its own."""
+    """Read all stages and record the faults of each. A consequence of a fault is not another fault."""
     if node is None or not isinstance(node.value, list) or not node.value:
         found.add(node.line if node else line, "stages must be a list of at least one stage")
         return ()
-    kinds: dict[str, str | None] = {BASELINE: "module"}  # None: of a pass that there is not
+    kinds: dict[str, str | None] = {BASELINE: "module"}  # None: the pass does not exist
     stages: list[Stage] = []
-    previous: str | None = BASELINE  # None: nothing can be said of it
+    previous: str | None = BASELINE  # None: unknown because of a fault
     for entry in node.value:
         fields = entry.mapping("a stage", ("pass", "name", "from", "config"), found)
         operation = None
@@ -252,13 +252,13 @@ def _stages(node: _Node | None, line: int, found: _Faults) -> tuple[Stage, ...]:
 
 
 def _word(distil: Distil) -> str | None:
-    """The word for a teacher, of settings of which only what is no fault is there; None if none is given by a word."""
+    """Return the teacher of settings that may lack faulty fields. None if it is not given as a word."""
     teacher = getattr(distil, "teacher", None)
     return teacher if isinstance(teacher, str) else None
 
 
 def _unable_to_teach(stage: Stage, kinds: Mapping[str, str | None]) -> str | None:
-    """Why an artifact that a stage names as its teacher is none; None if all may be, or none is named."""
+    """Say why an artifact that a stage names as its teacher cannot teach. None if there is no problem."""
     for distil in distillations(stage.config):
         teacher = _word(distil)
         if teacher is None or teacher == SELF:
@@ -272,7 +272,7 @@ def _unable_to_teach(stage: Stage, kinds: Mapping[str, str | None]) -> str | Non
 
 
 def _line_of_teacher(node: _Node) -> int:
-    """Where settings name a teacher, however deep."""
+    """Return the line where settings name a teacher, at any depth."""
     if isinstance(node.value, dict):
         for name, entry in node.value.items():
             if name == "distil":
@@ -317,7 +317,7 @@ def _parent(node: _Node, name: str | None, kinds: Mapping[str, object]) -> str:
 
 
 def _config(kind: type[Any], node: _Node | None, what: str, found: _Faults, line: int = 1) -> Any:
-    """A mapping as a config; settings that are wrong are faults, with their lines, and left at their defaults."""
+    """Convert a mapping to a config. Faulty settings are recorded with their lines and keep their defaults."""
     assert issubclass(kind, BaseModel)
     fields = node.mapping(f"the config of {what}", tuple(kind.model_fields), found) if node is not None else {}
     values = {name: entry.plain() for name, entry in fields.items()}
@@ -326,7 +326,7 @@ def _config(kind: type[Any], node: _Node | None, what: str, found: _Faults, line
         if within is not None and isinstance(entry.value, dict):
             values[name] = _config(within, entry, f"{what}.{name}", found, entry.line)
     for name in list(values):
-        # YAML 1.1 reads yes and on as true, which pydantic would take for 1.
+        # YAML 1.1 reads yes and on as true, which pydantic would accept as 1.
         value = values[name]
         if isinstance(value, bool) and not _takes_truth(kind.model_fields[name].annotation):
             found.add(fields[name].line, f"{what}.{name}: must not be a truth value (it is {value})")
@@ -335,7 +335,7 @@ def _config(kind: type[Any], node: _Node | None, what: str, found: _Faults, line
         config = kind.model_validate(values)
     except ValidationError as error:
         wrong = faults(kind, error)
-        # Defaults that are made of a setting that is wrong are wrong by its fault.
+        # A default that is derived from a faulty setting is not a fault of its own.
         wrong = [fault for fault in wrong if fault.field in fields] or wrong
         for fault in wrong:
             where = fields[fault.field].line if fault.field in fields else (node.line if node is not None else line)
@@ -343,9 +343,9 @@ def _config(kind: type[Any], node: _Node | None, what: str, found: _Faults, line
         right = {name: value for name, value in values.items() if name not in {fault.field for fault in wrong}}
         try:
             return kind.model_validate(right)
-        except (ValidationError, UserError):  # what is wrong has been said
+        except (ValidationError, UserError):  # the fault has been recorded
             return kind.model_construct()
-    except UserError as error:  # of a record within the settings
+    except UserError as error:  # from a record within the settings
         found.add(node.line if node is not None else line, f"{what}: {error}")
         return kind.model_construct()
     for name, value in config.model_dump().items():

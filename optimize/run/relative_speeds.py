@@ -1,4 +1,4 @@
-"""Times that were taken in turns, and the two of them that all speeds are multiples of."""
+"""Times that were taken in turns, and the two of them that all speeds are relative to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from optimize.measure.figures import Timed
 from optimize.measure.latency import Speed
 
-#: The reference that is the model as PyTorch runs it, with nothing done to it.
+#: The reference that is the unchanged model as PyTorch runs it.
 EAGER: Final = "eager"
 
 
@@ -18,9 +18,9 @@ class Turns:
     """Pairs and references that took turns.
 
     Attributes:
-        speeds: by pair's id or reference's name.
-        yardstick: the fastest float execution at batch 1; the baseline's fastest, where no float was measured.
-        eager: the eager reference; the baseline's fastest pair, where it was not measured.
+        speeds: speeds by pair's id or reference's name.
+        yardstick: the fastest float execution at batch 1, or the baseline's fastest pair if no float was measured.
+        eager: the eager reference, or the baseline's fastest pair if it was not measured.
     """
 
     speeds: Mapping[str, Speed]
@@ -28,17 +28,17 @@ class Turns:
     eager: str
 
     def timed(self, name: str) -> Timed:
-        """What a report says of the times of one of them."""
+        """Return the times of one of them as a report states them."""
         return self.speeds[name].against(self.speeds[self.yardstick], self.speeds[self.eager])
 
 
 def turns(speeds: Mapping[str, Speed], *, floats: Collection[str], baseline: Collection[str]) -> Turns:
-    """Find what the speeds are to be multiples of.
+    """Find the two that all speeds are relative to.
 
     Args:
-        speeds: by pair's id or reference's name.
-        floats: which of them compute with floating-point numbers alone.
-        baseline: the pairs of the artifact that the others are compared with; at least one was measured.
+        speeds: speeds by pair's id or reference's name.
+        floats: those that compute only with floating-point numbers.
+        baseline: the pairs of the artifact that the others are compared with. At least one was measured.
     """
     start = fastest(speeds, baseline)
     assert start is not None
@@ -46,6 +46,6 @@ def turns(speeds: Mapping[str, Speed], *, floats: Collection[str], baseline: Col
 
 
 def fastest(speeds: Mapping[str, Speed], names: Collection[str]) -> str | None:
-    """Which of the names has the lowest p50 at batch 1, as a report states it; None if none was measured."""
+    """Return the name with the lowest p50 at batch 1, as a report states it. None if none was measured."""
     measured = [name for name in names if name in speeds]
     return min(measured, key=lambda name: speeds[name].p50, default=None)

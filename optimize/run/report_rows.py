@@ -1,4 +1,4 @@
-"""From steps to the rows of a report: what was measured of each pair, and how it compares to its relatives."""
+"""Turns steps into the rows of a report: the figures of each pair, and its comparison with its relatives."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured of a set of artifacts.
+    """The measurements of a set of artifacts.
 
     Attributes:
         rows: one per step, in their order.
-        references: one per eager reference.
+        references: one per reference.
         references_of: the artifact whose eager module they run.
-        measurement: how the speeds were taken.
-        turns: every time that was taken, by pair's id or reference's name; a skipped one is absent.
+        measurement: how the speeds were measured.
+        turns: every time by pair's id or reference's name, without skipped ones.
         right: whether each image was answered correctly, ``bool (n,)``, by measured pair's id.
-        first: logits of the first image, by measured pair's id; without those that could not read it.
-        keys: of the objects in the store that hold all this.
+        first: logits of the first image, by measured pair's id, without pairs that could not read it.
+        keys: keys of the stored objects with these measurements.
     """
 
     rows: tuple[Row, ...]
@@ -65,14 +65,14 @@ def measure(
     *,
     certifying: bool = False,
 ) -> Measurements:
-    """Measure what this machine can run; the others keep their row, with the reason and no number.
+    """Measure everything that this machine can run. The other artifacts get a row with the reason and no figures.
 
     Args:
-        steps: unique names, parents before children; the first is the baseline that the others are compared
-            with. A row stands for a stage that was not made.
-        bench: see `Bench`; its processes have ended when this returns.
-        graph_of: makes the float graph of an eager artifact, which is a reference where no artifact here is one.
-        certifying: whether artifacts of integers get their parity certificates.
+        steps: unique names, parents before children. The first is the baseline that the others are compared with. A row
+            stands for a stage that was not made.
+        bench: see `Bench`. Its processes have ended when this returns.
+        graph_of: makes the float graph of an eager artifact, which becomes a reference if no artifact is a float graph.
+        certifying: whether artifacts with static integers get their parity certificates.
 
     Raises:
         PipelineError: the first cannot be measured.
@@ -91,7 +91,7 @@ def measure(
         answers, skipped = _each("accuracy", remaining(), bench.answers, listener)
         skips |= skipped
         known = _must_remain(pairs[artifacts[0].name], skips)
-        if "checkpoint" in artifacts[0].card.lineage[0].config:  # what was trained here cannot have another order
+        if "checkpoint" in artifacts[0].card.lineage[0].config:  # a model trained here cannot have another order
             _say_misplaced(answers[known[0]].value, bench, listener)
         floats = float_references(remaining(), eager_origin(artifacts[0]), bench, graph_of)
         listener.started("speed")
@@ -159,10 +159,10 @@ def _say_misplaced(answers: Answers, bench: Bench, listener: Listener) -> None:
 
 
 def _must_remain(pairs: Sequence[Candidate], skips: Mapping[str, Skip]) -> list[str]:
-    """Ids of the pairs that are not skipped.
+    """Return the ids of the pairs that are not skipped.
 
     Raises:
-        PipelineError: there are none, of the artifact with which all others are compared.
+        PipelineError: there are none. The pairs are those of the artifact that all others are compared with.
     """
     remaining = [pair.id for pair in pairs if pair.id not in skips]
     if not remaining:
@@ -173,10 +173,10 @@ def _must_remain(pairs: Sequence[Candidate], skips: Mapping[str, Skip]) -> list[
 def _candidates(
     artifacts: Sequence[Artifact], bench: Bench
 ) -> tuple[dict[str, list[Candidate]], dict[str, Skip], dict[str, Skip], set[str]]:
-    """The pairs of each artifact, why an artifact has none, why a pair cannot be measured, and keys of the probes.
+    """Return the pairs of each artifact, the reasons against artifacts and against pairs, and the keys of the probes.
 
     Raises:
-        PipelineError: the first artifact, with which the others are compared, has none that can.
+        PipelineError: no pair of the first artifact, with which the others are compared, can be measured.
     """
     pairs: dict[str, list[Candidate]] = {artifact.name: [] for artifact in artifacts}
     refused: dict[str, Skip] = {}
@@ -209,7 +209,7 @@ def _probe(execution: Execution, bench: Bench) -> Skip | str:
 
 @dataclass(frozen=True)
 class _Every:
-    """All that was measured: ``pairs`` by artifact's name, the baseline's first, the rest by pair's id."""
+    """All measurements: ``pairs`` by artifact's name, the baseline's first, the rest by pair's id."""
 
     pairs: Mapping[str, Sequence[Candidate]]
     answers: Mapping[str, Kept[Answers]]
@@ -218,19 +218,19 @@ class _Every:
     skips: Mapping[str, Skip]
 
     def measured(self, artifact: str) -> list[Candidate]:
-        """The artifact's pairs that were."""
+        """Return the artifact's measured pairs."""
         return [pair for pair in self.pairs.get(artifact, ()) if pair.id in self.turns.speeds]
 
     @property
     def baseline(self) -> Candidate:
-        """What all accuracies are compared with: the pair of the first artifact that is preferred."""
+        """Return the pair that all accuracies are compared with: the preferred one of the first artifact."""
         return self.measured(next(iter(self.pairs)))[0]
 
 
 def _each(
     name: str, pairs: Sequence[Candidate], measure_one: Callable[[Candidate], Kept[_T]], listener: Listener
 ) -> tuple[dict[str, Kept[_T]], dict[str, Skip]]:
-    """One kind of measurement, of every pair, by its id; and where it fails, why."""
+    """Take one kind of measurement of every pair. Returns results and failures by pair's id."""
     listener.started(name)
     found: dict[str, Kept[_T]] = {}
     skips: dict[str, Skip] = {}
@@ -242,7 +242,7 @@ def _each(
         except Exception as error:  # noqa: BLE001 - a library's failure on one file must not cost the other artifacts
             said = message_of(error)
             reason = f"measuring its {name} failed: {said}"
-            # A provider that is not active is this machine's lack, and not the artifact's fault.
+            # An inactive provider is a lack of this machine, not a fault of the artifact.
             skips[pair.id] = Skip(kind="cannot_run_here" if isinstance(error, EngineError) else "failed", reason=reason)
         listener.progressed(done / len(pairs), pair.id)
     seconds = sum(kept.seconds for kept in found.values())
@@ -300,7 +300,8 @@ def _pair(pair: Candidate, every: _Every) -> Pair:
 def _measured(pair: Candidate, every: _Every) -> Measured:
     speeds, answers, baseline = every.turns.speeds, every.answers, every.baseline
     parents = every.measured(pair.artifact.parent.name) if pair.artifact.parent else []
-    # Answers are compared where the engine is the same, so that the difference is the artifact's; speed at its best.
+    # Answers are compared on the same engine, so that the difference is the artifact's. Speed is compared with the
+    # best.
     alike = next((each for each in parents if each.execution == pair.execution), parents[0] if parents else None)
     best = fastest(speeds, [each.id for each in parents])
     timed = every.turns.timed(pair.id)
@@ -323,7 +324,7 @@ def _references(speed: SpeedTable, every: Turns) -> list[Reference]:
 
 
 def skip_of(error: Exception) -> Skip:
-    """The reason in one line, of an exception that ended a pass."""
+    """Return the reason, in one line, for an exception that ended a pass."""
     kind: Literal["not_applicable", "cannot_run_here", "failed"] = "failed"
     if isinstance(error, NotApplicableError):
         kind = "not_applicable"
@@ -333,6 +334,6 @@ def skip_of(error: Exception) -> Skip:
 
 
 def not_made(name: str, config: Config, parent: str, skip: Skip) -> Row:
-    """The row of what the pass of ``config`` did not make."""
+    """Return the row of a stage that was not made."""
     settings = config.model_dump(mode="json")
     return Row(name=name, operation=pass_of(config).name, config=settings, parent=parent, skip=skip)

@@ -1,8 +1,8 @@
-"""Artifacts of several runs side by side: sizes and answers as they are stored, speed and memory measured anew.
+"""Compares artifacts of several runs: sizes and answers come from the store, speed and memory are measured again.
 
-Latencies of two sessions do not compare, however alike their machines are: here all take turns in one. Top-1
-compares where the runs were judged by the same images; each answer to each image is in the store, so that the
-difference is a paired one even between two models.
+Latencies of two sessions are not comparable, even on similar machines, so all take turns in one session. Top-1 is
+comparable if the runs used the same images. The store has the answer to each image, so the difference is a paired one
+even between two models.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from serve.runtime.images.image_preprocessing import load
 
 @dataclass(frozen=True)
 class _Contestant:
-    """An artifact of a run, and the pair of it that was recommended or is its best: ``name`` is ``run/artifact``."""
+    """An artifact of a run with its recommended or best pair. ``name`` is ``run/artifact``."""
 
     run: str
     report: Report
@@ -58,7 +58,7 @@ class _Contestant:
 
 @dataclass(frozen=True)
 class _Opened:
-    """A contestant that runs here, in its process; ``id`` is the pair's."""
+    """A contestant that is open in its process. ``id`` is the pair's id."""
 
     id: str
     loaded: Loaded
@@ -67,23 +67,24 @@ class _Opened:
 def compare_runs(
     store: Path, names: Sequence[str], *, timing: Timing, rule: Recommend, devices: Sequence[str], listener: Listener
 ) -> Results:
-    """Compare artifacts across runs, each by the execution that was the best in its own run.
+    """Compare artifacts across runs, each with the execution that was best in its own run.
 
     Args:
-        store: where the runs are.
-        names: ``RUN`` stands for its baseline and its recommended artifact, ``RUN/ARTIFACT`` for that one; each is run
-            by the execution that was recommended, or was its fastest. The first is what the others are compared with.
-        timing: how speed is measured.
-        rule: of the recommendation.
-        devices: where to run them; what was best elsewhere runs by the preferred engine that works here.
-        listener: told of the measurements.
-
-    Raises:
-        UserError: a run or artifact does not exist or was not measured, or they were judged by different images;
-            what differs is named.
+        store: the folder of the runs.
+        names: ``RUN`` means its baseline and its recommended artifact, ``RUN/ARTIFACT`` that artifact. Each runs with
+            its recommended execution, or else its fastest. All are compared with the first.
+        timing: how to measure speed.
+        rule: the rule of the recommendation.
+        devices: where to run them. If the best execution is for another device, the preferred engine that works here is
+            used.
+        listener: receives the progress.
 
     Returns:
-        What was measured; a remark tells of answers that are another machine's.
+        The measurements. A remark names answers that come from another machine.
+
+    Raises:
+        UserError: a run or artifact does not exist or was not measured, or the runs used different images. The message
+            names the difference.
     """
     contestants = list({c.name: c for name in names for c in _contestants(store, name)}.values())
     if len(contestants) < 2:
@@ -191,7 +192,7 @@ def _contestants(store: Path, name: str) -> Iterator[_Contestant]:
 
 
 def _check_comparable(contestants: Sequence[_Contestant]) -> None:
-    """Refuse runs that were judged by different images, saying by which each was.
+    """Refuse runs that used different images, and name the images of each.
 
     Raises:
         UserError: see above.
@@ -210,7 +211,7 @@ def _check_comparable(contestants: Sequence[_Contestant]) -> None:
 
 
 def _from_elsewhere(contestants: Sequence[_Contestant]) -> list[str]:
-    """Says of which runs the answers, which are stored, are another machine's."""
+    """Name the runs whose stored answers come from another machine."""
     here = Machine.from_json(machine(torch.device("cpu")))
     return [
         f"The answers of {run} are of another machine ({report.machine.cpu}), and speed and memory of this one "
@@ -228,10 +229,10 @@ def _answers(store: Store, contestant: _Contestant) -> Answers:
 
 
 def _open(pool: Pool, contestant: _Contestant, devices: Sequence[str]) -> _Opened:
-    """Open a contestant by the execution that it was measured with, or the next that works here.
+    """Open a contestant with the execution of its measurement, or with the next one that works here.
 
     Raises:
-        EngineError: none does; the message has each reason.
+        EngineError: none works. The message has each reason.
     """
     card = read_card(contestant.folder)
     usual = [execution for device in devices for execution in executions_for(card, device)]
@@ -249,7 +250,7 @@ def _open(pool: Pool, contestant: _Contestant, devices: Sequence[str]) -> _Opene
 
 
 def _turn(store: Path, contestant: _Contestant, worker: Worker, timing: Timing) -> Turn:
-    """Give a contestant its images, each network having its own input size, and warm it up."""
+    """Send a contestant images of its own input size, and warm it up."""
     sample = sample_image(store, contestant.run)
     if sample is None:
         raise UserError(f"{store / contestant.run} has no sample image; run {contestant.run} again")

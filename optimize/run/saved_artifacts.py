@@ -1,4 +1,4 @@
-"""Artifacts that were saved to a folder, taken back into a session."""
+"""Loads artifacts that were saved to a folder into a session."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from serve.runtime.errors import CardError, UserError
 
 
 def take(session: Session, folder: Path) -> Step:
-    """The artifact that was saved in ``folder``, as one of the session's.
+    """Return the artifact that was saved in ``folder`` as one of the session's.
 
-    If the store still has what it was made by, files alike, it is that again, with its ancestors. If not, its files
-    are copied into the store under what they are; it can be measured and packed, and if it is a float module, passes
-    can go on from it.
+    If the store still has the original with the same files, that is returned with its ancestors. If not, the files are
+    copied into the store under a key of their content. Such an artifact can be measured and packed. Passes can follow
+    it if it is a float module.
 
     Args:
-        session: of the same classes and preprocessing.
-        folder: what ``save`` wrote; checked against its card.
+        session: a session with the same classes and preprocessing.
+        folder: the folder that ``save`` wrote. It is checked against its card.
 
     Raises:
-        UserError: it is no whole artifact, or not one of this session's data.
+        UserError: it is not a complete artifact, or does not fit this session.
     """
     try:
         card = load_card(folder)
@@ -49,7 +49,7 @@ def take(session: Session, folder: Path) -> Step:
 
 
 def _found_again(session: Session, card: Card) -> Step | None:
-    """The same artifact and its ancestors, if the store has them all."""
+    """Return the same artifact with its ancestors, if the store has them all."""
     parent: Artifact | None = None
     step: Step | None = None
     for ancestor in card.lineage:
@@ -58,7 +58,7 @@ def _found_again(session: Session, card: Card) -> Step | None:
             return None
         step = session.named(_planned(ancestor), made, parent)
         parent = step.artifact
-    # A key only says what an object was made from: another machine's training gives other weights.
+    # A key only identifies the inputs: training on another machine gives other weights.
     return step if step is not None and dict(step.artifact.card.files) == dict(card.files) else None
 
 
@@ -91,7 +91,7 @@ def _planned(ancestor: Ancestor) -> Planned:
 
 
 def _structure(session: Session, lineage: tuple[Ancestor, ...]) -> nn.Module:
-    """A module of the structure that the lineage gives to the session's model, with any weights."""
+    """Return a module of the structure that the lineage gives to the session's model, with arbitrary weights."""
     module = first_module(session, lineage[0].structure).eval()
     for ancestor in lineage[1:]:
         step = find_pass(ancestor.operation)

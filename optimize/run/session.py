@@ -1,7 +1,7 @@
-"""A baseline and the passes on it, each taken from the store or made once.
+"""Makes a baseline and applies passes to it, or takes their results from the store.
 
-What is made has no name: its key is of what it was made from. An artifact is that under a name, with a card, in a
-folder that shares the files; giving another name costs milliseconds, whatever the pass took.
+The result of a pass has no name: its key depends on its inputs. An artifact adds a name and a card, in a folder that
+shares the files. Another name costs only milliseconds, however long the pass took.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ BuildModule = Callable[[], torch.nn.Module]
 
 @dataclass(frozen=True, repr=False)
 class Step(Described):
-    """An artifact, whether it came from the store, and how many seconds it took when it was made.
+    """An artifact, whether it came from the store, and how many seconds it took to make.
 
-    ``created`` is when it was made, ISO 8601 in UTC; ``training`` how each training went that made it.
+    ``created`` is when it was made, ISO 8601 in UTC. ``training`` is the history of each training behind it.
     """
 
     artifact: Artifact
@@ -69,15 +69,15 @@ class Step(Described):
 
 @dataclass(frozen=True)
 class Planned:
-    """What is to be made.
+    """An artifact before it is made.
 
     Attributes:
-        name: of the artifact.
-        kind: that it will be of.
+        name: its name.
+        kind: its kind.
         operation: the pass, or ``baseline``.
-        settings: of the operation.
-        key: of all that it is made from.
-        ancestors: its lineage, where there is no parent to tell it.
+        settings: the settings of the operation.
+        key: the key of all its inputs.
+        ancestors: its lineage, if there is no parent object that has it.
     """
 
     name: str
@@ -90,15 +90,15 @@ class Planned:
 
 @dataclass(frozen=True, repr=False)
 class Session(Described):
-    """Everything that the steps of one run share. As long as it lives, nothing is pruned from its store.
+    """Everything that the steps of one run share. Nothing is pruned from its store as long as it lives.
 
     Attributes:
-        store: where artifacts are kept.
+        store: keeps the artifacts.
         source: the model's architecture.
         context: data, preprocessing, device, seed, listener.
         waiting: called with a name when another process is making the same artifact.
-        reopen: opens an equal session in another process, for pickling; None where that cannot be said in words.
-        origins: who says so of each part of the preprocessing, in words.
+        reopen: opens an equal session in another process, for pickling. None if text cannot describe the session.
+        origins: where each part of the preprocessing comes from, in words.
     """
 
     store: Store
@@ -133,16 +133,16 @@ class Session(Described):
 
     @property
     def preprocessing(self) -> ChosenPreprocessing:
-        """How images reach the network, and by whose word."""
+        """Return how images reach the network, and where each part of that comes from."""
         return ChosenPreprocessing(self.context.preprocessing, self.origins)
 
     @functools.cached_property
     def architecture(self) -> tuple[str, str]:
-        """What the network's code is known by in keys; see `architecture_of`."""
+        """Return what identifies the network's code in keys; see `architecture_of`."""
         return architecture_of(self.source, len(self.context.data.classes), self.context.preprocessing)
 
     def close(self) -> None:
-        """Let others prune the store, before the last of this session's artifacts is gone."""
+        """Allow others to prune the store, even if artifacts of this session are still alive."""
         self._hold.close()
 
     def baseline(
@@ -151,11 +151,11 @@ class Session(Described):
         checkpoint: Checkpoint | None = None,
         origin: Path | None = None,
     ) -> Step:
-        """The float32 model: with the checkpoint's weights, or trained here with ``config``.
+        """Return the float32 model: with the checkpoint's weights, or trained here with ``config``.
 
         Args:
-            config: how to train where there is no checkpoint.
-            checkpoint: the weights; must fit the data's number of classes.
+            config: how to train if there is no checkpoint.
+            checkpoint: the weights. They must fit the data's number of classes.
             origin: the checkpoint's path, for messages.
 
         Raises:
@@ -187,10 +187,10 @@ class Session(Described):
     def teaching(
         self, config: Config, parent: Artifact | None, others: Mapping[str, Artifact] | None = None
     ) -> Teaching | None:
-        """Who teaches in the trainings of these settings; None: nobody. See `find_teacher`.
+        """Return the teacher of these settings, or None. See `find_teacher`.
 
         Raises:
-            UserError: as `find_teacher`; or there are two.
+            UserError: as in `find_teacher`, or there are two teachers.
         """
         found = [find_teacher(each, self.context, parent, others or {}) for each in distillations(config)]
         if len({each.digest for each in found}) > 1:
@@ -199,10 +199,10 @@ class Session(Described):
         return found[0] if found else None
 
     def check(self, config: Config) -> None:
-        """Find out whether a pass's settings fit the model, without making anything.
+        """Check whether a pass's settings fit the model, without making anything.
 
         Raises:
-            UserError: they name what the model does not have.
+            UserError: the settings name something that the model does not have.
         """
         step: Pass[Any] = pass_of(config)
         if step.check is not None:
@@ -218,15 +218,15 @@ class Session(Described):
         """Run the pass that ``config`` belongs to on ``parent``, or take its result from the store.
 
         Args:
-            parent: what to run it on; must be of a kind that the pass accepts.
+            parent: the artifact to run it on. The pass must accept its kind.
             config: the pass's settings.
-            name: the artifact's name; the pass's own by default.
-            others: artifacts that a teacher may be, by name, beside those that ``parent`` was made from.
+            name: the artifact's name. By default the pass's name.
+            others: further artifacts that may teach, by name, besides the ancestors of ``parent``.
 
         Raises:
-            UserError: the pass cannot follow ``parent``, or there is no such teacher.
-            NotApplicableError: it has nothing to do here.
-            PassError: its result is not what it promises.
+            UserError: the pass cannot follow ``parent``, or the teacher does not exist.
+            NotApplicableError: the pass has nothing to do here.
+            PassError: the result breaks a promise of the pass.
         """
         step: Pass[Any] = pass_of(config)
         if (reason := step.refuses(parent.kind)) is not None:
@@ -268,9 +268,9 @@ class Session(Described):
         return obtained
 
     def _keeping(self, key: Key, name: str, teaching: Teaching | None, parent: Artifact | None = None) -> Context:
-        """The context of making what has this key: it goes on where it was interrupted, and has its teacher opened.
+        """Return the context for making the object of this key: it can resume, and its teacher is open.
 
-        ``name`` is for its events.
+        ``name`` is the folder of its TensorBoard events.
         """
         return dataclasses.replace(
             self.context,
@@ -282,11 +282,11 @@ class Session(Described):
         )
 
     def _events(self, name: str) -> Path | None:
-        """Where the events lie of the trainings that make an artifact."""
+        """Return the folder for the TensorBoard events of an artifact's trainings."""
         return self.context.tensorboard / name if self.context.tensorboard is not None else None
 
     def surroundings(self) -> dict[str, Any]:
-        """The inputs that the keys of all that is made of the model and its data have in common; see `Making`."""
+        """Return the inputs that the keys of everything made from the model and its data share; see `Making`."""
         data = self.context.data
         return {
             "classes": len(data.classes),
@@ -297,7 +297,7 @@ class Session(Described):
         }
 
     def _obtain(self, planned: Planned, write: Callable[[Path], Product], parent: Artifact | None) -> Step:
-        """What is planned, made or found, under its name."""
+        """Make or find what is planned, and give it its name."""
 
         def make(folder: Path) -> None:
             write_product(Made(write(folder), versions(), machine(self.context.device)), folder)
@@ -316,13 +316,13 @@ class Session(Described):
         parent: Artifact | None,
         build_module: BuildModule | None = None,
     ) -> Step:
-        """What was made as planned, under its name: a folder that shares its files, with a card.
+        """Give a made object its name: a folder that shares its files, with a card.
 
         Args:
-            planned: its name, and what it was made by.
+            planned: its name and its inputs.
             made: the object that is stored under the planned key.
-            parent: what it was made from, if that is known.
-            build_module: makes an eager module of its structure; by default the parent's, rebuilt.
+            parent: the artifact that it was made from, if it is known.
+            build_module: builds an eager module of its structure. By default the parent's module, rebuilt.
         """
         known = read_product(made.folder)
         card = self._card(planned, made, known, parent)
@@ -388,7 +388,7 @@ class Session(Described):
 
 
 def _with_zeros_counted(product: Product, folder: Path) -> Product:
-    """A product whose notes say how many zeros its file holds, whatever the passes before it have promised."""
+    """Add a note about the zeros in the product's file, whatever earlier passes promised."""
     found = sparsity(folder, product.file, product.format)
     if found is None or (note := found.words(product.file)) in product.notes:
         return product
@@ -401,10 +401,10 @@ def _versions(libraries: tuple[str, ...]) -> dict[str, str | None]:
 
 
 def first_module(session: Session, structure: Mapping[str, Any] = MappingProxyType({})) -> torch.nn.Module:
-    """The model as its code builds it, with random weights; ``structure`` is what the baseline's lineage says of it."""
+    """Build the model with random weights. ``structure`` is the structure that the baseline's lineage records."""
     return new_module(session.source, session.context, structure.get("ending", "logits"))
 
 
 def rebuilt(session: Session, step: Ancestor, parent: Artifact) -> torch.nn.Module:
-    """A module of the structure that a pass gave to ``parent``'s."""
+    """Return a module of the structure that a pass gave to ``parent``'s."""
     return find_pass(step.operation).rebuilt(parent.module(), session.context.example(), step.structure)

@@ -1,4 +1,5 @@
-"""A recipe's teachers tried before anything trains: what they answer, and whether their features fit the students'."""
+"""Tries the teachers of a recipe before anything trains: their answers, and whether their features fit the students'.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ from serve.runtime.errors import PipelineError
 
 
 def check_teaching(session: Session, recipe: Recipe, stage: Stage | None) -> None:
-    """Refuse a teacher that does not fit, as far as it is known before anything is made.
+    """Refuse a teacher that does not fit, as far as that is known before anything is made.
 
-    Artifacts that there are not yet have the structure that their passes will give to the model, with other weights;
-    where only the making will tell that structure (pruned channels), features are checked then.
+    An artifact that does not exist yet is represented by its future structure with random weights. If only the pass
+    itself determines the structure (pruned channels), features are checked at that time.
 
     Args:
-        session: of the run.
-        recipe: whose artifacts may teach.
-        stage: what is taught; None: the baseline.
+        session: the run's session.
+        recipe: the recipe whose artifacts may teach.
+        stage: the stage that is taught. None: the baseline.
 
     Raises:
-        UserError: the teacher has no weights or other classes, there is no such feature, or shapes do not fit.
+        UserError: the teacher has no weights or other classes, a feature does not exist, or shapes do not fit.
     """
     config = recipe.baseline if stage is None else stage.config
     for distil in distillations(config):
@@ -44,18 +45,18 @@ def check_teaching(session: Session, recipe: Recipe, stage: Stage | None) -> Non
 
 
 def _learner(session: Session, stage: Stage | None, student: nn.Module) -> tuple[nn.Module, Mapping[str, str] | None]:
-    """What a stage trains of a student, and what its nodes are called in it; see `match`."""
+    """Return the part of a student that a stage trains, and the names of its nodes there; see `match`."""
     if stage is None or stage.operation.learner is None:
         return student, None
     try:
         build = functools.partial(first_module, session)
         return stage.operation.learner(student, stage.config, build, session.context.example())
-    except PipelineError:  # as it will say when it is its turn
+    except PipelineError:  # the stage itself will raise it
         return student, None
 
 
 def _taught_by(session: Session, recipe: Recipe, distil: Distil, stage: Stage | None) -> nn.Module | None:
-    """A model that teaches, once it has answered; or the structure of an artifact whose features are wanted."""
+    """Return a teacher model after checking its answers, or the structure of an artifact whose features are used."""
     if not isinstance(distil.teacher, str):
         opened = find_teacher(distil, session.context, None, {}).open()
         check_answers(opened, session.context, session.context.example(2))
@@ -73,7 +74,7 @@ def _taught_by(session: Session, recipe: Recipe, distil: Distil, stage: Stage | 
 
 
 def _structure(session: Session, recipe: Recipe, name: str) -> nn.Module | None:
-    """A module of an artifact's structure, with random weights; None if it cannot be known yet."""
+    """Return a module of an artifact's structure, with random weights. None if it is not known yet."""
     if name == BASELINE:
         return first_module(session).eval()
     stage = next(each for each in recipe.stages if each.name == name)
@@ -82,5 +83,5 @@ def _structure(session: Session, recipe: Recipe, name: str) -> nn.Module | None:
         return None
     try:
         return stage.operation.rebuild(parent, session.context.example()).eval()
-    except PassError:  # as it will say when it is its turn
+    except PassError:  # the stage itself will raise it
         return None

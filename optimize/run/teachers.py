@@ -1,4 +1,4 @@
-"""Who teaches: a word, an artifact or a model of a training's settings, found and checked before anything trains."""
+"""Finds and checks the teacher of a training before anything trains: a word, an artifact or a model."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ from serve.runtime.engines.base import find_engine, preferred
 from serve.runtime.errors import UserError, did_you_mean
 from serve.runtime.images.image_preprocessing import normalise
 
-#: Images whose answers tell what a teacher ends in.
+#: The number of images whose answers show what a teacher's network ends in, such as a softmax.
 _EXAMPLES = 8
 
 
 def find_teacher(distil: Distil, context: Context, parent: Artifact | None, others: Mapping[str, Artifact]) -> Teaching:
-    """The teacher that settings name.
+    """Return the teacher that settings name.
 
     Args:
         distil: the settings.
-        context: of the student, whose classes and images the teacher must have.
-        parent: what the pass starts from, which knows what itself was made from; None: the baseline is made.
-        others: artifacts by the names that settings may give.
+        context: the student's context. The teacher must have the same classes and input shape.
+        parent: the artifact that the pass starts from, with its ancestors. None for the baseline.
+        others: artifacts by the names that settings may use.
 
     Raises:
-        UserError: there is no such teacher, it has no weights, or it has other classes, another input than the student
-            or no features.
-        EngineError: it is an artifact that no engine runs here.
+        UserError: the teacher does not exist, or has no weights, other classes, another input or no features.
+        EngineError: the teacher is an artifact that no engine runs here.
     """
     given = distil.teacher
     if isinstance(given, TeacherModel | nn.Module):
@@ -59,7 +58,7 @@ def find_teacher(distil: Distil, context: Context, parent: Artifact | None, othe
 
 
 def _itself(line: Mapping[str, Artifact]) -> Artifact:
-    """The last float module of a line."""
+    """Return the last float module of a lineage."""
     floats = [artifact for artifact in line.values() if artifact.kind == "module"]
     if not floats:
         raise UserError(
@@ -98,14 +97,14 @@ def _artifact(artifact: Artifact, distil: Distil, context: Context) -> Teaching:
 
 
 def _runs(execution: Execution) -> dict[str, Any]:
-    """What the answers of an artifact depend on that an engine runs."""
+    """Return what the answers of an artifact depend on if an engine runs it."""
     engine = find_engine(execution.engine)
     versions = {name: installed_version(name) for name in ("torch", *engine.libraries)}
     return {"execution": execution.to_json(), "libraries": versions, "code": source_digest(engine.module)}
 
 
 def _model(given: TeacherModel | nn.Module, context: Context) -> Teaching:
-    """A model with weights, built for the student's classes and image size."""
+    """Open a model with weights, built for the student's classes and image size."""
     source, checkpoint, origin = _weights(given)
     _check_order(checkpoint, source, context)
     own = _normalised(source, context)
@@ -115,7 +114,7 @@ def _model(given: TeacherModel | nn.Module, context: Context) -> Teaching:
         try:
             load_into(module, checkpoint, origin)
         except UserError as error:
-            said = str(error).removeprefix(f"{source.name}: ")  # which is the origin of a module's own weights
+            said = str(error).removeprefix(f"{source.name}: ")  # the prefix is the origin of a module's own weights
             raise UserError(f"distil.teacher: {source.name}: {said}") from None
         module = giving_logits(module, ending_of(module.eval(), _images(context, own)))
         return Teacher(source.name, digest, module, own.mean, own.std)
@@ -153,7 +152,7 @@ def _weights(given: TeacherModel | nn.Module) -> tuple[ModelSource, Checkpoint, 
 
 
 def _normalised(source: ModelSource, context: Context) -> Preprocessing:
-    """The student's images with the mean and std that a model declares, where it declares them for these channels."""
+    """Return the student's preprocessing with the teacher's mean and std, if it declares them for these channels."""
     ours, own = context.preprocessing, source.preprocessing
     if own is None or {"mean", "std"} & source.undeclared or own.channels != ours.channels:
         return ours
@@ -161,7 +160,7 @@ def _normalised(source: ModelSource, context: Context) -> Preprocessing:
 
 
 def _images(context: Context, own: Preprocessing) -> torch.Tensor:
-    """Real images as a teacher takes them, ``float32 (N, C, H, W)``."""
+    """Return real images as a teacher takes them, ``float32 (N, C, H, W)``."""
     return normalise(context.pixels(_EXAMPLES), own, torch.device("cpu"), torch.float32)
 
 

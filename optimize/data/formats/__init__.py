@@ -1,1 +1,1 @@
-"""The data formats, one file each; `base` holds what they have in common."""
+"""The data formats, one file each. `base` holds what they share."""

@@ -1,6 +1,6 @@
-"""What a data format is: a word, what may follow it, and how it opens; and the registry of them.
+"""The interface of a data format and the registry of formats.
 
-Formats are listed in help texts, so a format's module imports what it opens with only when it opens something.
+Help texts list formats, so a format's module imports its libraries only when it opens data.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from serve.runtime.registry import Registry, defined_at
 if TYPE_CHECKING:
     from optimize.data.records import ImageData
 
-#: What is taken where no data is named: it needs no download.
+#: The default data, which needs no download.
 DEFAULT_DATA = PLAIN_DATA
 
-#: What goes on with data in which something is missing.
+#: The option that accepts incomplete data.
 GAPS_FLAG: Final = "--accept-gaps"
 
-#: Seeds are below it: trainings multiply theirs by a million for each process and epoch, and generators take 64 bits.
+#: Seeds are below this. Trainings multiply theirs by a million for each process and epoch, and generators take 64 bits.
 SEEDS: Final = 1 << 32
 
 
 @dataclass(frozen=True)
 class DataFormat:
-    """One way in which a data set can be named.
+    """One way to name a data set.
 
     Attributes:
         name: the word before the colon, or the whole reference.
-        open: makes the data set of what follows the colon (empty where nothing does), a seed for the split where the
-            data set brings none, and whom to tell how far it is. It may be asked from any thread.
-        place: what follows the colon, for help and messages, such as ``DIR``; empty if nothing may.
+        open: makes the data set from the text after the colon (which may be empty), a seed for the split if the data
+            set has none, and a listener. It may be called from any thread.
+        place: what follows the colon, for help and messages, such as ``DIR``. Empty if nothing may follow.
         summary: one line for listings.
     """
 
@@ -48,7 +48,7 @@ class DataFormat:
 
     @property
     def usage(self) -> str:
-        """How it is written: ``imagefolder:DIR``."""
+        """Return how to write it: ``imagefolder:DIR``."""
         return f"{self.name}:{self.place}" if self.place else self.name
 
 
@@ -58,17 +58,17 @@ _REGISTRY: Registry[DataFormat] = Registry(
 
 
 def register(entry: DataFormat) -> DataFormat:
-    """Add a format to the registry; its name must be new."""
+    """Add a format to the registry. Its name must be new."""
     return _REGISTRY.register(entry, defined_at(entry.open))
 
 
 def formats() -> dict[str, DataFormat]:
-    """All formats by name."""
+    """Return all formats by name."""
     return _REGISTRY.all()
 
 
 def usages() -> list[str]:
-    """How each is written, by name: ``cifar10``, ``imagefolder:DIR``."""
+    """Return how to write each format, sorted by name: ``cifar10``, ``imagefolder:DIR``."""
     return [entry.usage for entry in formats().values()]
 
 
@@ -76,16 +76,14 @@ def open_data(reference: str, *, seed: int = 0, listener: Listener = SILENT, acc
     """Open a data set by its reference, such as ``digits`` or ``imagefolder:DIR``.
 
     Args:
-        reference: what the user wrote; of a name without a place, case and hyphens do not matter.
-        seed: of the split, where the data set brings none; below `SEEDS`.
-        listener: told how far it is.
-        accept_gaps: go on with data in which something is missing, such as validation images of a class: what it is
-            becomes a note.
+        reference: the user's text. In a name without a place, case and hyphens do not matter.
+        seed: the seed of the split, if the data set has none. It must be below `SEEDS`.
+        listener: receives the progress.
+        accept_gaps: accept incomplete data, such as a class without validation images. The gap becomes a note.
 
     Raises:
-        UserError: something is missing, and that is not accepted; or there is no such format or folder, it cannot be
-            read or downloaded, it is not a classification data
-            set of at least two classes, or the seed is none.
+        UserError: the data is incomplete and that is not accepted. Or the format or folder does not exist, cannot be
+            read or downloaded, or is not a classification data set of at least two classes. Or the seed is not valid.
     """
     if not 0 <= seed < SEEDS:
         raise UserError(f"seed must be from 0 to {SEEDS - 1}, got {seed}")
@@ -106,7 +104,7 @@ def open_data(reference: str, *, seed: int = 0, listener: Listener = SILENT, acc
 
 
 def _near(reference: str, word: str, known: Mapping[str, DataFormat]) -> str:
-    """What may have been meant: for a folder, those that open one."""
+    """Suggest what may have been meant: for a folder, the formats that open folders."""
     if Path(reference).is_dir():
         meant = [f"{entry.name}:{reference}" for entry in known.values() if entry.place == "DIR"]
         return f" (did you mean {' or '.join(meant)}?)" if meant else ""

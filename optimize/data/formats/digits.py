@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from optimize.data.records import ImageData
     from optimize.listener import Listener
 
-#: Side in pixels that the 8x8 digits are scaled to for a network that does not ask for another.
+#: The 8x8 digits are scaled to this side in pixels for a network that does not request another.
 SIDE = 64
 
 
 def _open(place: str, seed: int, listener: Listener) -> ImageData:
-    """8x8 greys of 0 to 16, in ten classes."""
+    """Open the digits: 8x8 grey values of 0 to 16, in ten classes."""
     import numpy as np
 
     from optimize.data.pixels import native_size
@@ -38,9 +38,9 @@ def _open(place: str, seed: int, listener: Listener) -> ImageData:
 
 
 def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """As ``sklearn.datasets.load_digits``: images ``(1797, 8, 8)`` and labels.
+    """Return what ``sklearn.datasets.load_digits`` does: images ``(1797, 8, 8)`` and labels.
 
-    From its file, as it is installed: importing scikit-learn takes a second, of each run.
+    They are read from the installed file, because importing scikit-learn takes a second in each run.
     """
     import numpy as np
 

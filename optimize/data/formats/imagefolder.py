@@ -1,4 +1,4 @@
-"""``imagefolder:DIR``: a folder of class folders, with or without a split of its own."""
+"""``imagefolder:DIR``: a folder of class folders, with or without its own split."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from optimize.data.records import ImageData
     from optimize.listener import Listener
 
-#: Share of the time that goes into listing (of ImageNet: 4 of 6 s); the rest are hashes of names and contents.
+#: Share of the time for listing (of ImageNet: 4 of 6 s). The rest is for hashes of names and contents.
 _LISTING = 0.7
-#: What folders of splits are called, whatever the case; of several to measure with, the first is taken.
+#: Names of the folders of splits, in any case. Of several to measure with, the first is taken.
 _TRAIN = ("train", "training", "trn")
 _VAL = (
     *("val", "valid", "validation", "dev", "devel", "development", "holdout", "heldout", "eval", "evaluation"),
     *("test", "testing", "tst"),
 )
-#: What may stand beside that in a name: train_set, seg_test, val2017, "Test Images".
+#: Words that may accompany that in a name: train_set, seg_test, val2017, "Test Images".
 _BESIDE = ("set", "data", "dataset", "images", "image", "imgs", "img", "seg", "split", "folder", "photos", "pictures")
 
 
@@ -49,20 +49,20 @@ def _open(place: str, seed: int, listener: Listener) -> ImageData:
     found = folder_index.read(kept, root)
     if found is None:
         found = _read(root, seed, listener)
-        # A small one is read whole each time, so that nothing about it need be believed.
+        # A small folder is read completely each time, so that no cached fact about it is needed.
         if "sample" in (found.train_fingerprint.kind, found.val_fingerprint.kind):
             folder_index.write(found, kept)
     train, val = (
         Split(select(found.files, rows), torch.from_numpy(found.labels[rows]).long(), fingerprint)
         for rows, fingerprint in ((found.train, found.train_fingerprint), (found.val, found.val_fingerprint))
     )
-    # Not mirrored: there may be letters, signs or a left and a right in the images.
+    # Not mirrored: the images may show letters, signs, or a left and a right.
     name, size = root.resolve().name or "imagefolder", found.native_size
     return ImageData(name, found.classes, train, val, "shift", size, gaps=found.gaps, notes=found.notes)
 
 
 def _read(root: Path, seed: int, listener: Listener) -> Index:
-    """List, split and fingerprint a folder; listing is most of it."""
+    """List, split and fingerprint a folder. Listing takes most of the time."""
 
     def told(share: float) -> None:
         listener.progressed(_LISTING * share, "listing")
@@ -114,15 +114,15 @@ def _read(root: Path, seed: int, listener: Listener) -> Index:
 
 
 def _splits(root: Path, folders: Sequence[Path]) -> tuple[tuple[Path, Path] | None, list[str], list[str]]:
-    """The folders to train and to measure with, None where ``folders`` are classes; and what a reader should know.
+    """Return the folders to train and to measure with, or None if ``folders`` are classes. Also returns remarks.
 
     Raises:
-        UserError: there are folders of splits, and not one to train and one to measure with.
+        UserError: there are folders of splits, but not exactly one to train and one to measure with.
     """
     from optimize.data.folder_listing import folders_in
 
     inside = {folder: [entry.name for entry in folders_in(folder)] for folder in folders}
-    # A class may be called "train": it is a split only if it holds folders itself.
+    # A class may be called "train". It is a split only if it contains folders.
     meant = {folder: word for folder in folders if inside[folder] and (word := _split_word(folder.name))}
     train = [folder for folder, word in meant.items() if word in _TRAIN]
     val = sorted((_VAL.index(word), folder) for folder, word in meant.items() if word in _VAL)
@@ -145,7 +145,7 @@ def _splits(root: Path, folders: Sequence[Path]) -> tuple[tuple[Path, Path] | No
 
 
 def _alike(root: Path, inside: Mapping[Path, Sequence[str]]) -> list[str]:
-    """The remark that folders which would be classes hold the same folders, as splits do."""
+    """Remark on folders that seem to be classes but contain the same folders, as splits do."""
     if len(inside) < 2:
         return []
     names = [set(each) for each in inside.values()]
@@ -160,7 +160,7 @@ def _alike(root: Path, inside: Mapping[Path, Sequence[str]]) -> list[str]:
 
 
 def _split_word(name: str) -> str | None:
-    """The word for a split that a folder is called by, such as ``train`` of ``Train_Set``; None for others."""
+    """Return the word for a split in a folder's name, such as ``train`` in ``Train_Set``. None for other names."""
     words = [word for word in re.findall(r"[^\W\d_]+", name.casefold()) if word not in _BESIDE]
     joined = "".join(words)
     known = (*_TRAIN, *_VAL)
@@ -174,7 +174,7 @@ def _slashed(folders: Sequence[Path]) -> str:
 
 
 def _drawn(listing: Listing, seed: int) -> npt.NDArray[np.bool_]:
-    """Which images are for validation: by a hash of their paths."""
+    """Choose the validation images by a hash of their paths."""
     import hashlib
 
     import numpy as np

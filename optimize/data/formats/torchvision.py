@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Torchvision:
-    """How to ask torchvision for a data set, and where its files would lie below the root."""
+    """How to open a data set with torchvision, and where its files are below the root."""
 
     cls: str
     train: dict[str, Any]
@@ -51,7 +51,7 @@ SETS = {
 
 
 def open_torchvision(name: str, root: Path) -> ImageData:
-    """The set called ``name``, whose files lie in ``root`` or are downloaded to it.
+    """Open the set called ``name``. Its files are in ``root``, or are downloaded to it.
 
     Raises:
         UserError: it is not there and cannot be downloaded.
@@ -83,10 +83,10 @@ def _torchvision_part(name: str, entry: _Torchvision, options: dict[str, Any], r
 
     cls = getattr(datasets, entry.cls)
     if "loader" in inspect.signature(cls).parameters:
-        # Keeps the path instead of decoding; sets without this option keep pixels in memory or are small.
+        # Keeps the path instead of decoding. Sets without this option keep pixels in memory or are small.
         options = options | {"loader": Path}
     try:
-        # torchvision prints to standard output, where our caller's JSON may go.
+        # torchvision prints to standard output, where our caller may print JSON.
         with contextlib.redirect_stdout(sys.stderr):
             try:
                 dataset = cls(str(root), download=False, **options)

@@ -1,4 +1,4 @@
-"""A run's INT8 artifact, certified on demand: its parity certificate, and its layers one by one."""
+"""Certifies a run's INT8 artifact on demand: its parity certificate, and each of its layers."""
 
 from __future__ import annotations
 
@@ -39,18 +39,17 @@ _FILE = "layers.json"
 def certify_layers(
     store: Path, certified: Subject, *, images: int, data: str | None = None, seed: int = 0, listener: Listener
 ) -> tuple[Engine, ...]:
-    """Run each layer of an artifact alone, by every engine, on the integers that the reference gives it.
+    """Run each layer of an artifact alone, with every engine, on the integers of the reference.
 
-    Each engine has a process of its own; what it found is kept in the store, for artifact, engine, libraries, processor
-    and images.
+    Each engine has its own process. The store keeps the findings for artifact, engine, libraries, processor and images.
 
     Args:
-        store: where the run is.
+        store: the folder of the run.
         certified: the artifact.
-        images: validation images that the integers are of, drawn from each class alike.
-        data: the images, if not those of the run.
-        seed: that the run was made with, which its images may depend on; it is not written down in it.
-        listener: told how far it is.
+        images: the number of validation images that the integers come from, drawn evenly from the classes.
+        data: other images than the run's.
+        seed: the run's seed, which its images may depend on. The run does not record it.
+        listener: receives the progress.
 
     Raises:
         UserError: the run's images cannot be found, or are not those that it was measured on.
@@ -70,8 +69,8 @@ def certify_layers(
 
 
 def _executions(card: Card) -> tuple[Execution, ...]:
-    """What computes an artifact's layers here."""
-    if card.target == TENSORRT:  # no engine here does: ONNX Runtime, literally, stands in for it
+    """Return the executions that compute an artifact's layers on this machine."""
+    if card.target == TENSORRT:  # no engine here does: ONNX Runtime without optimizations replaces it
         return (UNOPTIMIZED,)
     if card.format == "onnx":
         return (UNOPTIMIZED, Execution("onnxruntime"), Execution("openvino"))
@@ -81,7 +80,7 @@ def _executions(card: Card) -> tuple[Execution, ...]:
 def _checked(
     store: Store, certified: Subject, execution: Execution, pixels: torch.Tensor
 ) -> tuple[Engine, float, bool]:
-    """What was found of an engine, in how many seconds, and whether that was at another time."""
+    """Return the findings about an engine, how many seconds they took, and whether they come from the store."""
     reason = saturates(certified.card.target)
     if reason is not None:
         return Engine(execution_id(execution), reason=reason), 0.0, False
@@ -110,17 +109,17 @@ def _checked(
         stored = store.obtain(key.digest, build, about=about)
     except UserError:
         raise
-    except PipelineError as error:  # an engine that is not installed, a graph that it does not take
+    except PipelineError as error:  # an engine that is not installed, or a graph that it rejects
         return Engine(execution_id(execution), reason=str(error)), 0.0, False
     found = Engine.from_json(json.loads((stored.folder / _FILE).read_text(encoding="utf-8")))
     return found, stored.seconds, stored.cached
 
 
 def _of_run(store: Path, run: str, seed: int, listener: Listener) -> Split:
-    """The images that a run was measured on, and no others: with another seed they may be those it was trained on.
+    """Return exactly the images that a run was measured on. With another seed some may be training images.
 
     Raises:
-        UserError: they are not found, or are others.
+        UserError: they are not found, or differ.
     """
     identity = identity_of(store / run)
     if identity is None:
@@ -143,7 +142,7 @@ def _opened(data: str, seed: int, listener: Listener) -> ImageData:
 
 
 def _pixels(split: Split, card: Card, images: int) -> torch.Tensor:
-    """Images ``uint8 (images, C, H, W)`` of a split."""
+    """Return images ``uint8 (images, C, H, W)`` of a split."""
     batches = loader(
         split,
         card.preprocessing,

@@ -1,7 +1,7 @@
-"""The parity certificates of a run's INT8 artifacts: what every execution answered, against what the integers mean.
+"""The parity certificates of a run's INT8 artifacts: every execution's answers compared with the reference's.
 
-Answers that were measured for accuracy are used as they are. Two more are taken, in processes of their own and once
-for artifact, engines and processor: those of the reference program, and of ONNX Runtime with no node rewritten.
+Answers that were measured for accuracy are reused. Two more are measured once for each artifact, engines and processor,
+in their own processes: those of the reference program, and of ONNX Runtime without rewriting any node.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from serve.runtime.model_files.program_file import load_program
 UNOPTIMIZED = Execution("onnxruntime", options={"optimizations": False})
 
 _FILE = "certificate.json"
-_LONGEST = 1000  # characters of a reason
+_LONGEST = 1000  # the most characters of a reason
 
 
 @dataclass(frozen=True)
 class Certified:
-    """Certificates by artifact's name, and what they took.
+    """Certificates by artifact's name, and their cost.
 
     Attributes:
-        certificates: by name.
-        keys: of the objects in the store that they come from.
-        seconds: that the further answers took, now or at an earlier run.
-        cached: whether all of them were taken from the store.
+        certificates: certificates by name.
+        keys: keys of the stored objects that they come from.
+        seconds: the time of the additional answers, now or in an earlier run.
+        cached: whether all of them came from the store.
     """
 
     certificates: Mapping[str, Certificate]
@@ -54,13 +54,13 @@ class Certified:
     cached: bool
 
 
-#: Of artifacts that have no integers, or were not asked about.
+#: The result for artifacts without integers, or without a request for certificates.
 UNCERTIFIED = Certified({}, frozenset(), 0.0, cached=True)
 
 
 @dataclass(frozen=True)
 class _Compared:
-    """What there is to compare for one artifact: answers by execution, and why others have none."""
+    """The answers to compare for one artifact, by execution, and why other executions have none."""
 
     answers: Mapping[str, Kept[Answers]]
     absent: Mapping[str, str]
@@ -73,26 +73,26 @@ def certify(
     skips: Mapping[str, Skip],
     bench: Bench,
 ) -> Certified:
-    """Certify every artifact of integers that a CPU computes.
+    """Certify every artifact whose integers a CPU computes.
 
-    One whose target is TensorRT has none: no engine here computes its integers. `certify --layers` compares its graph.
-    One that cannot be certified, for whatever reason, is said, and has none.
+    An artifact for TensorRT gets no certificate, because no engine here computes its integers. `certify --layers`
+    compares its graph. If an artifact cannot be certified for any reason, the listener gets a message.
 
     Args:
         artifacts: all that were measured.
-        pairs: of each, by its name.
-        answers: that were measured, by pair's id.
-        skips: why others were not.
-        bench: measures what is lacking; its processes are not touched.
+        pairs: the pairs of each, by its name.
+        answers: the measured answers, by pair's id.
+        skips: why other pairs have no answers.
+        bench: measures missing answers. Its running processes are not used.
 
     Raises:
-        UserError: what the user must mend: images that cannot be read.
-        OSError: what was measured cannot be kept.
+        UserError: a problem that the user must solve: images that cannot be read.
+        OSError: a measurement cannot be stored.
     """
     found: dict[str, Certificate] = {}
     keys: set[str] = set()
     taken: dict[str, Kept[Answers]] = {}
-    # Of its own, whose processes end with it: they would be in the way of the others' memory.
+    # A bench of its own, whose processes end with it. They would take memory from the others.
     with dataclasses.replace(bench, timing=bench.timing.model_copy(update={"batch_sizes": (1,)})) as own:
         for artifact in artifacts:
             origin = reference_origin(artifact)
@@ -107,12 +107,12 @@ def certify(
                 found[artifact.name] = _certificate(reference, meant, compared, bench)
             except (UserError, OSError):
                 raise
-            except Exception as error:  # noqa: BLE001 - all was measured: no certificate is worth losing that
+            except Exception as error:  # noqa: BLE001 - no certificate is worth losing the measurements
                 said = message_of(error)
                 bench.context.listener.said(f"{artifact.name}: no parity certificate: {_in_a_line(said)}")
                 continue
             further = [kept for name, kept in compared.answers.items() if name == execution_id(UNOPTIMIZED)]
-            # What was taken first stays: read again for another artifact, the same answers come from the store.
+            # Keep the first entry: when another artifact reads the same answers again, they come from the store.
             taken = {kept.key: kept for kept in (meant, *further)} | taken
             keys |= {*reference.objects, *taken, found[artifact.name].key}
     seconds = sum(kept.seconds for kept in taken.values())
@@ -120,9 +120,9 @@ def certify(
 
 
 def reference_origin(artifact: Artifact) -> Artifact | None:
-    """The artifact that holds the reference program of this one's integers; None if a CPU computes none of them."""
+    """Return the artifact with the reference program of this one's integers. None if no CPU computes them."""
     origin: Artifact | None = artifact
-    while origin is not None and origin.kind == "onnx-int8":  # one that was packed was made from one that was not
+    while origin is not None and origin.kind == "onnx-int8":  # a packed graph was made from an unpacked one
         origin = origin.parent
     if origin is None or REFERENCE_FILE not in origin.card.files or artifact.card.target in (None, TENSORRT):
         return None
@@ -130,13 +130,13 @@ def reference_origin(artifact: Artifact) -> Artifact | None:
 
 
 def _computing(origin: Artifact, artifact: Artifact) -> list[Artifact]:
-    """Of an artifact and what holds its reference, those that compute the integers: the reference itself does not."""
+    """Return those of the two artifacts that compute integers. The reference program itself does not."""
     parties = [artifact] if origin is artifact else [origin, artifact]
     return [party for party in parties if party.card.file != REFERENCE_FILE]
 
 
 def _reference(origin: Artifact, bench: Bench) -> Artifact:
-    """The reference program as an artifact of its own, which any engine for such programs runs."""
+    """Return the reference program as a separate artifact, which any engine for such programs can run."""
     card = dataclasses.replace(
         origin.card,
         name="reference",
@@ -164,7 +164,8 @@ def _compared(
     skips: Mapping[str, Skip],
     bench: Bench,
 ) -> _Compared:
-    """The answers of every execution on the CPU that computes the integers: torch's of the parent, then the graph's."""
+    """Return the answers of every CPU execution that computes the integers: torch's for the parent, then the graph's.
+    """
     found: dict[str, Kept[Answers]] = {}
     absent: dict[str, str] = {}
     for pair in (pair for artifact in artifacts for pair in pairs.get(artifact.name, ())):
@@ -184,13 +185,13 @@ def _compared(
 
 
 def _in_a_line(said: str) -> str:
-    """What a library said, as a card takes it: a line of text, however many it wrote, in whatever colours."""
+    """Turn a library's message into one line of printable text for a card."""
     shown = "".join(character if character.isprintable() else " " for character in said)
     return " ".join(shown.split())[:_LONGEST]
 
 
 def _certificate(reference: Artifact, meant: Kept[Answers], compared: _Compared, bench: Bench) -> Certificate:
-    """The certificate, from the store or made of the answers."""
+    """Return the certificate from the store, or make it from the answers."""
     digest = reference.card.files[REFERENCE_FILE]
     key = CertificateKey(
         reference=meant.key,

@@ -1,4 +1,4 @@
-"""Which artifacts of a run can be certified: those of integers, with the reference program that says what they mean."""
+"""Finds the artifacts of a run that can be certified: those with static integers and their reference program."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from serve.common.layout import run_and_artifact
 from serve.runtime.card.card import Card, load_card
 from serve.runtime.errors import UserError
 
-#: The reference program beside a quantized artifact (`optimize.store.artifact`, which needs torch).
+#: The reference program beside a quantized artifact. The name is repeated here because `optimize.store.artifact`
+#: imports torch.
 _REFERENCE_FILE = "reference.pt2"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An INT8 artifact of a run: its folder and card, and the reference program of its integers, with its SHA-256."""
+    """An INT8 artifact of a run: its folder and card, and the reference program of its integers with its SHA-256."""
 
     run: str
     folder: Path
@@ -26,11 +27,11 @@ class Subject:
 
 
 def subject(store: Path, name: str) -> Subject:
-    """The artifact ``RUN/ARTIFACT``, whose files are checked.
+    """Return the artifact ``RUN/ARTIFACT`` after checking its files.
 
     Raises:
-        UserError: there is none, or it has no integers of its own to certify.
-        CardError: it is not whole.
+        UserError: it does not exist, or has no integers to certify.
+        CardError: it is damaged or incomplete.
     """
     run, artifact = run_and_artifact(name)
     if not artifact:
@@ -48,7 +49,7 @@ def subject(store: Path, name: str) -> Subject:
         )
     if own:
         return Subject(run, folder, card, folder / _REFERENCE_FILE, card.files[_REFERENCE_FILE])
-    for parent in reversed(card.lineage[:-1]):  # a packed graph's is the graph, and that one's has the integers
+    for parent in reversed(card.lineage[:-1]):  # from a packed graph to the graph to the integers
         made_from = artifact_folder(store, run, parent.name)
         origin = load_card(made_from)
         if origin.lineage[-1].key != parent.key:

@@ -1,1 +1,1 @@
-"""Which artifact to serve: the rule that the user chooses, the tests behind it, and why each other was not chosen."""
+"""Recommends the artifact to serve by the user's rule, with tests and reasons."""

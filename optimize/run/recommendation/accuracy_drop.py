@@ -1,4 +1,4 @@
-"""A loss of top-1: whether it is within a limit, and its words, of which none is both a fraction and points."""
+"""Reads a loss of top-1 and compares it with a limit. No accepted number can mean both a fraction and points."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from typing import Final, Literal
 
 from serve.runtime.errors import UserError
 
-#: As a fraction nobody asks for more, and as points nobody for less: 5 points, or 5 images of 10,000.
+#: The border between the units. Nobody wants a larger fraction, or fewer points. It is 5 points, or 5 images of 10,000.
 BETWEEN: Final = 0.05
 
-#: Far less than an image of any data set, and far more than what arithmetic leaves of one.
+#: Far less than one image of any data set, and far more than a rounding error.
 _ROUNDING: Final = 1e-9
 
 _WORDS = re.compile(r"(?P<number>\+?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(?P<unit>pp|points?|)", re.ASCII)
 
 
 def within(delta: float, max_drop: float) -> bool:
-    """Whether a difference of top-1 is no loss beyond ``max_drop``; both are fractions, the second not negative.
+    """Return whether a difference of top-1 is not a loss beyond ``max_drop``.
 
-    At the edge a loss is a whole number of images, which fractions only come near to: 7 of 1000 are within 0.7 points.
+    Both are fractions, ``max_drop`` from 0. At the limit a loss is a whole number of images, which fractions only
+    approximate. 7 of 1000 are within 0.7 points.
     """
     return delta >= -max_drop - _ROUNDING
 
 
 def drop_of(words: str, *, plain: Literal["fraction", "points"]) -> float:
-    """The fraction that ``--max-drop`` stands for: ``0.5pp``, ``0.5 points``, or a bare number.
+    """Return the fraction that ``--max-drop`` means: ``0.5pp``, ``0.5 points``, or a bare number.
 
-    A bare number of up to 0.05 can only be a fraction and one above it only points, so that none but 0 is taken by two
-    commands that read it differently.
+    A bare number of up to 0.05 can only be a fraction, and one above it only points. So no number except 0 is accepted
+    by two commands that read it differently.
 
     Args:
-        words: what stands on the command line.
-        plain: what a bare number is for this command.
+        words: the text on the command line.
+        plain: the unit of a bare number for this command.
 
     Raises:
-        UserError: it is no such loss, or certainly meant in the other unit.
+        UserError: it is not a loss, or it certainly means the other unit.
     """
     words = words.strip()
     found = _WORDS.fullmatch(words)

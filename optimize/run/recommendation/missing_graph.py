@@ -1,4 +1,4 @@
-"""A float graph that is only a reference, and better than the recommended pair: what to add to the recipe."""
+"""Says how to add a better float graph, which is only a reference, to the recipe."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def missing_graph(
     costs_of: Callable[[Speed], list[float]],
     better: str,
 ) -> list[str]:
-    """Say what to add to the recipe, and what that wins, if a float graph that is only a reference is plainly better.
+    """Say what to add to the recipe if a float graph that is only a reference is clearly better.
 
     Args:
         chosen: id of the recommended pair.
-        costs: of its rounds, lower being better.
+        costs: the costs of its rounds, lower is better.
         rows: artifacts of the report, the baseline first.
-        speeds: of pairs by id, and of references by name.
-        costs_of: the same costs of a reference.
+        speeds: the speeds of pairs by id, and of references by name.
+        costs_of: returns the same costs of a reference.
         better: the words between the ratio and the recommended pair, such as "as fast as".
 
     Returns:
@@ -48,7 +48,7 @@ def missing_graph(
 
 
 def _remedy(rows: Sequence[Row]) -> str | None:
-    """What makes the float graph a candidate; None where its stage is there and was skipped, which has its reason."""
+    """Say how to make the float graph a candidate. None if its stage exists and was skipped for a reason."""
     graphs = [row for row in rows if row.operation == "onnx"]
     if any(row.pairs for row in graphs):
         return "Measure the artifact of the stage `onnx` with {engine}, too (`measure: executions`)"

@@ -1,13 +1,13 @@
-"""Which candidates are shown to lose less than the rule allows: tests of all of them together, on all images.
+"""Tests which candidates lose less than the rule allows, all of them together on all images.
 
-Each candidate has the hypothesis that it loses ``max_drop`` of top-1 or more. Its test is Tango's score test for paired
-proportions (`optimize.measure.statistics.loss_score`). Holm's procedure (`optimize.measure.statistics.holm`) tests them
-together: with a confidence of 0.95, the chance that any candidate passes which really loses ``max_drop`` or more is at
-most 5 %, whatever candidates are chosen of those that pass, and however alike their errors are.
+The hypothesis for each candidate is that it loses ``max_drop`` of top-1 or more. Its test is Tango's score test for
+paired proportions (`optimize.measure.statistics.loss_score`). Holm's procedure (`optimize.measure.statistics.holm`)
+tests them together. With a confidence of 0.95, the chance is at most 5 % that any candidate passes that really loses
+``max_drop`` or more. This holds for any choice among those that pass, and for any dependence of their errors.
 
-Why Holm, and not a share of the error that falls with the place in the order of speed: that order is independent of
-the errors of accuracy, so that shares by place are valid too. They prove more where the fastest candidate is accurate,
-and less where it is not. Equal shares lose little of the first, because float candidates pass first and leave their
+Another method gives each candidate a share of the error that falls with its place in the order of speed. It is valid
+because that order is independent of the errors of accuracy. It proves more if the fastest candidate is accurate, and
+less if it is not. Holm's equal shares lose little in the first case. There, float candidates pass first and leave their
 shares to the others.
 """
 
@@ -25,14 +25,14 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Tested:
-    """What the tests say of a candidate.
+    """The result of a candidate's test.
 
     Attributes:
-        difference: to the baseline.
-        proven: whether it is shown to lose less than ``max_drop``.
-        level: of its test, one-sided.
-        images: from how many images on it would be proven, if all candidates gain and lose at the same rates on them;
-            None where no number would do.
+        difference: the difference to the baseline.
+        proven: whether it was shown to lose less than ``max_drop``.
+        level: the one-sided level of its test.
+        images: the number of images that would prove it, if all candidates gained and lost at the same rates on more
+            images. None if no number would.
     """
 
     difference: PairedDifference
@@ -42,7 +42,7 @@ class Tested:
 
     @property
     def low(self) -> float:
-        """Lower bound of the difference at the test's level; above ``-max_drop`` exactly if it is proven."""
+        """Return the lower bound of the difference at the test's level. It is above ``-max_drop`` exactly if proven."""
         found = self.difference
         return paired_interval(found.gained, found.lost, found.n, 1 - 2 * self.level).low
 
@@ -51,11 +51,11 @@ def prove(differences: Mapping[str, PairedDifference], max_drop: float, confiden
     """Test all candidates together.
 
     Args:
-        differences: to the baseline on the same images, by candidate. Which candidates there are must not depend on
-            their accuracy.
+        differences: the differences to the baseline on the same images, by candidate. The choice of candidates must not
+            depend on their accuracy.
         max_drop: loss of top-1, a fraction.
-        confidence: of the whole. No single test has a higher level than one side of a two-sided interval of this
-            confidence, so that also that interval excludes ``max_drop`` where a candidate is proven.
+        confidence: the confidence for all together. The highest level of a single test is one side of a two-sided
+            interval of this confidence. So that interval also excludes ``max_drop`` for a proven candidate.
     """
     names = list(differences)
     scores = {name: loss_score(d.gained, d.lost, d.n, max_drop) for name, d in differences.items()}
@@ -68,12 +68,12 @@ def prove(differences: Mapping[str, PairedDifference], max_drop: float, confiden
 
 
 def first_level(candidates: int, confidence: float) -> float:
-    """The level at which the surest of so many candidates is tested."""
+    """Return the level of the first test among this many candidates."""
     return min(most_of_one(confidence), (1 - confidence) / candidates)
 
 
 def most_of_one(confidence: float) -> float:
-    """The highest level of a single test: one side of the two-sided interval."""
+    """Return the highest level of a single test: one side of the two-sided interval."""
     return (1 - confidence) / 2
 
 
@@ -84,7 +84,7 @@ def _p_value(score: float) -> float:
 def _images(
     differences: Mapping[str, PairedDifference], scores: Mapping[str, float], confidence: float
 ) -> dict[str, int | None]:
-    """For each candidate the fewest images that prove it, all rates being as they are.
+    """Return for each candidate the fewest images that prove it at the present rates.
 
     Scores grow with the square root of the number of images, so that their order stays. A candidate is proven as soon
     as it and all before it are above their quantiles.

@@ -1,6 +1,6 @@
-"""How the recommended artifact is chosen: what a recipe, a program or a command line may set of it.
+"""The settings of the recommendation for recipes, programs and the command line.
 
-Help texts are made of it, so it imports nothing that imports torch.
+Help texts are made from it, so it must not import torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Objective = Literal["latency", "p95", "throughput", "size"]
 
 
 class Recommend(Config):
-    """How the recommended artifact is chosen."""
+    """How to choose the recommended artifact."""
 
-    model_config = ConfigDict(title="")  # in messages, its settings are the command line's
+    model_config = ConfigDict(title="")  # messages name its settings like the command line
 
     objective: Objective = Field(
         default="latency",
@@ -35,7 +35,7 @@ class Recommend(Config):
         description="The loss of top-1 that the recommended artifact is shown not to have: a fraction up to 0.05, or "
         "points such as 0.5pp.",
     )
-    # Above it, half of what is left is lost in a double, and the interval has no end.
+    # Above this, a double loses half of its remaining precision, and the interval becomes infinite.
     confidence: Annotated[float, Option(metavar="FRACTION")] = Field(
         default=0.95,
         ge=0.5,

@@ -1,4 +1,4 @@
-"""Which pair to deploy: one rule that the user chooses, in a sentence, and why each other one was not chosen."""
+"""Chooses the pair to deploy by the user's rule, and explains the choice."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from optimize.run.recommendation.missing_graph import missing_graph
 from optimize.run.recommendation.non_inferiority import Tested, first_level, most_of_one, prove
 from optimize.run.recommendation.rule import Objective, Recommend
 
-#: A p95 of more than so many p50s is a long tail, if it is also so many times that of the others.
+#: A tail is long if p95 is at least this many p50s, and this many times the usual ratio of the others.
 _LONG_TAIL = 2.0
 
 
 @dataclass(frozen=True)
 class _Goal:
-    """An objective: the words for it, and what each round of a contestant cost, lower being better.
+    """An objective: its words, and the costs of a contestant's rounds, where lower is better.
 
-    ``costs_of`` is the same of a reference, and ``better`` the words for how much better one is; of a reference no size
-    is known.
+    ``costs_of`` returns the same costs of a reference, and ``better`` are the words for how much better a reference is.
+    For the size they are absent, because a reference has no known size.
     """
 
     best: str
@@ -41,7 +41,7 @@ class _Goal:
     costs_of: Callable[[Speed], list[float]] | None = None
 
     def worse_than(self, other: _Candidate, candidate: _Candidate) -> bool:
-        """Whether the candidate is plainly worse than the other."""
+        """Return whether the candidate is clearly worse than the other."""
         return falls_behind(level(self.costs(other), self.costs(candidate)))
 
 
@@ -65,7 +65,7 @@ class _Candidate:
 
 
 def _per_image(speed: Speed) -> list[float]:
-    """Time per image of each round, at the batch size where that is the shortest."""
+    """Return the time per image of each round, at the batch size with the shortest time."""
     return min(map(speed.per_image, speed.rounds), key=statistics.median)
 
 
@@ -111,7 +111,7 @@ def recommend(
         rows: artifacts of the report, the baseline first.
         speeds: the times of their pairs by id, and of references by name, from one measurement in turns.
         by: the user's rule.
-        classes: that an image may be of; None: not told, and then a baseline that guesses is not noticed.
+        classes: the number of classes. None: unknown, and a baseline that only guesses is not noticed.
     """
     rule = _rule(by)
     rejected = {row.name: str(row.skip) for row in rows if row.skip is not None}
@@ -124,8 +124,8 @@ def recommend(
         for row, pair, found in measured
     ]
     baseline, goal = candidates[0], _GOALS[by.objective]
-    # What is plainly worse than the baseline, which needs no proof, is not chosen in any case and takes no share of the
-    # error. Its costs have nothing to do with its accuracy.
+    # A pair that is clearly worse than the baseline, which needs no proof, is never chosen. So it takes no share of the
+    # error. This is valid because its costs do not depend on its accuracy.
     able = [c for c in candidates if c is baseline or not goal.worse_than(baseline, c)]
     tested = prove({c.id: c.difference for c in able if c.row is not baseline.row}, by.max_drop, by.confidence)
     proven = [c for c in able if _is_baseline(c, baseline, by) or (c.id in tested and tested[c.id].proven)]
@@ -160,14 +160,14 @@ def recommend(
 
 
 def _difference(measured: Measured, confidence: float) -> PairedDifference:
-    """The pair's difference to the baseline, whose own is 0, on all images."""
+    """Return the pair's difference to the baseline on all images. It is 0 for the baseline itself."""
     found = measured.accuracy.difference
     gained, lost = (found.gained, found.lost) if found else (0, 0)
     return paired_interval(gained, lost, measured.accuracy.images, confidence)
 
 
 def _is_baseline(candidate: _Candidate, baseline: _Candidate, by: Recommend) -> bool:
-    """The baseline is what the others are compared with: it is allowed unproven, as whatever engine runs it."""
+    """Return whether a candidate is the baseline, which needs no proof, whatever engine runs it."""
     return candidate is baseline or (candidate.row is baseline.row and candidate.difference.delta > -by.max_drop)
 
 
@@ -177,7 +177,7 @@ def _proof(tested: Mapping[str, Tested], chosen: _Candidate) -> Proof | None:
 
 
 def _selection(candidates: int, tested: Mapping[str, Tested], chosen: _Candidate, by: Recommend) -> str | None:
-    """How the choice was made; None where there was none."""
+    """Say how the choice was made. None if there was only one pair."""
     if candidates < 2:
         return None
     said = (
@@ -213,7 +213,7 @@ def _rule(by: Recommend) -> str:
 def _best(
     candidates: Sequence[_Candidate], by: Recommend, others: Sequence[_Candidate] = ()
 ) -> tuple[_Candidate, dict[str, str]]:
-    """The best by the objective, and why not each of the rest; ``others`` are those that cannot be chosen."""
+    """Return the best by the objective, and the reason against each other. ``others`` cannot be chosen."""
     goal = _GOALS[by.objective]
     first = min(candidates, key=lambda c: typical(goal.costs(c)))
     reasons: dict[str, str] = {}
@@ -241,7 +241,7 @@ def _best(
 
 
 def _unproven(candidate: _Candidate, tested: Mapping[str, Tested], by: Recommend) -> str:
-    """Why a pair is not shown to be accurate enough, and how many images would show it."""
+    """Say why a pair is not shown to be accurate enough, and how many images would show it."""
     found, test = candidate.difference, tested.get(candidate.id)
     reason = f"its top-1 may be {percent(-(test.low if test else found.low))} points below the baseline's"
     if found.delta <= -by.max_drop:
@@ -254,7 +254,7 @@ def _unproven(candidate: _Candidate, tested: Mapping[str, Tested], by: Recommend
 
 
 def _share(test: Tested | None, tested: Mapping[str, Tested], by: Recommend) -> str:
-    """Says where a bound is not an end of the interval at the rule's confidence."""
+    """Say so if a bound is not an end of the interval at the rule's confidence."""
     if test is None or test.level >= most_of_one(by.confidence):
         return ""
     return f"; {len(tested)} pairs are tested together, this one at {test.level * 100:.2g} %"
@@ -265,20 +265,20 @@ def _side(delta: float) -> str:
 
 
 def _times(ratio: float) -> str:
-    """A ratio as the table has it, without its sign."""
+    """Format a ratio as in the table, without its sign."""
     return times(ratio).removesuffix("×")
 
 
 def _doubts(
     chosen: _Candidate, candidates: Sequence[_Candidate], tested: Mapping[str, Tested], by: Recommend
 ) -> tuple[list[str], str | None]:
-    """What more images might change: the remarks, and the pair that would then be chosen."""
+    """Return remarks about what more images might change, and the pair that would then be chosen."""
     plausible = [c for c in candidates if c is chosen or c.difference.delta > -by.max_drop]
     best, _ = _best(plausible, by)
     goal = _GOALS[by.objective]
     ratio = level(goal.costs(chosen), goal.costs(best))
     gain = 1 / ratio.value if by.objective == "size" else ratio.value
-    # One that is merely level is no reason for more images.
+    # A pair that is only as good is no reason for more images.
     unproven = best if best is not chosen and ratio.value > 1 / LEVEL else None
     remarks = _too_few(chosen.difference.n, len(tested), by)
     if unproven is not None:
@@ -288,7 +288,7 @@ def _doubts(
 
 
 def _too_few(images: int, tested: int, by: Recommend) -> list[str]:
-    """Says so if the images are too few to prove even pairs that answer each of them as the baseline does."""
+    """Say so if there are too few images to prove even pairs that always answer as the baseline does."""
     if not tested:
         return []
     confidence = 1 - 2 * first_level(tested, by.confidence)
@@ -306,7 +306,7 @@ def _too_few(images: int, tested: int, by: Recommend) -> list[str]:
 
 
 def _beyond_the_limit(chosen: _Candidate, baseline: _Candidate, by: Recommend) -> list[str]:
-    """Says so if the interval that the report shows of the chosen one does not exclude what the rule excludes."""
+    """Say so if the chosen pair's interval in the report contains the loss that the rule excludes."""
     found = chosen.difference
     shown = paired_interval(found.gained, found.lost, found.n).low
     if chosen is baseline or shown > -by.max_drop:
@@ -323,7 +323,7 @@ def _beyond_the_limit(chosen: _Candidate, baseline: _Candidate, by: Recommend) -
 
 
 def _guesses(baseline: _Candidate, classes: int | None) -> list[str]:
-    """Says so if the baseline is not shown to know more than one who guesses: then equal answers are no merit."""
+    """Say so if the baseline may be no better than guessing: then equal answers are no merit."""
     accuracy = baseline.measured.accuracy
     if classes is None or wilson_interval(accuracy.top1, accuracy.images)[0] > 1 / classes:
         return []
@@ -337,7 +337,7 @@ def _guesses(baseline: _Candidate, classes: int | None) -> list[str]:
 def _tail(
     chosen: _Candidate, candidates: Sequence[_Candidate], proven: Sequence[_Candidate], by: Recommend
 ) -> list[str]:
-    """Says so if the chosen one's slow answers are much slower than its usual ones, and the others' are not."""
+    """Say so if the chosen pair's slow answers are much slower than its usual ones, unlike the others'."""
 
     def ratio(candidate: _Candidate) -> float:
         return candidate.measured.latency_ms.p95 / candidate.measured.latency_ms.p50
