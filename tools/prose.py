@@ -52,6 +52,8 @@ GUIDES = ("docs/get-started.md", "docs/guides/*.md")
 #: for the Python files directly in it.
 PACKAGES = ("serve", "optimize")
 HELD_FOLDERS = (
+    *("optimize", "optimize/data/formats", "optimize/run/certification", "optimize/run/recommendation"),
+    *(f"optimize/{room}" for room in ("api", "data", "measure", "run", "store")),
     *("serve", "serve/asgi", "serve/runtime"),
     *(f"serve/asgi/{folder}" for folder in ("http", "process", "protocols")),
     *(
