@@ -185,8 +185,7 @@ def stamp(folder: Path | bytes) -> Stamp:
 def _walk(
     root: bytes, place: bytes, stamps: dict[bytes, Stamp], above: tuple[int, ...], skipped: list[bytes]
 ) -> Iterator[tuple[bytes, list[bytes], _Sizes, _Sizes]]:
-    """Yield each directory from ``place`` down, with its images' names, sizes and times. ``skipped`` gets other files.
-    """
+    """Yield each directory from ``place`` down, with its images' names, sizes and times. ``skipped`` gets others."""
     path = os.path.join(root, place)  # noqa: PTH118 - bytes
     stamps[place] = stamp(path)  # taken before reading, so that a change during reading is noticed later
     if stamps[place][0] in above:

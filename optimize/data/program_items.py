@@ -185,8 +185,7 @@ def _index(loader: DataLoader[Any], batches: Sequence[Any]) -> dict[str, Any]:
 
 
 def _twin(loader: DataLoader[Any], *, workers: int | None = None, **index: Any) -> DataLoader[Any]:
-    """Make a loader of the same data set for other batches. torch's default collating, which only stacks, is left out.
-    """
+    """Make a loader of the same data set for other batches, without torch's default collating, which only stacks."""
     stacks = loader.collate_fn in (default_collate, default_convert)
     count = loader.num_workers if workers is None else workers
     of_workers: dict[str, Any] = {}

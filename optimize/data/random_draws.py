@@ -41,8 +41,7 @@ class Draws:
 
 
 def _mixed(words: _Words) -> _Words:
-    """Apply SplitMix64's output function (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators").
-    """
+    """Apply SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators")."""
     words = words + np.array([0x9E3779B97F4A7C15], np.uint64)
     words = (words ^ (words >> np.uint64(30))) * np.array([0xBF58476D1CE4E5B9], np.uint64)
     words = (words ^ (words >> np.uint64(27))) * np.array([0x94D049BB133111EB], np.uint64)

@@ -19,8 +19,7 @@ _SEED = 0
 
 
 class Halves(NamedTuple):
-    """The indices of the images that choose and of those that judge, ``int64``, ascending. Each image is in one half.
-    """
+    """The indices of the images that choose and of those that judge, ``int64``, ascending."""
 
     choose: NDArray[np.int64]
     judge: NDArray[np.int64]

@@ -1,5 +1,4 @@
-"""Tries the teachers of a recipe before anything trains: their answers, and whether their features fit the students'.
-"""
+"""Tries the teachers of a recipe before anything trains: their answers, and whether their features fit."""
 
 from __future__ import annotations
 

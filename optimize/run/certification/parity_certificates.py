@@ -164,8 +164,7 @@ def _compared(
     skips: Mapping[str, Skip],
     bench: Bench,
 ) -> _Compared:
-    """Return the answers of every CPU execution that computes the integers: torch's for the parent, then the graph's.
-    """
+    """Return the answers of every CPU execution of the integers: torch's for the parent, then the graph's."""
     found: dict[str, Kept[Answers]] = {}
     absent: dict[str, str] = {}
     for pair in (pair for artifact in artifacts for pair in pairs.get(artifact.name, ())):
