@@ -1,5 +1,5 @@
-"""What a run found, shown: in a terminal, as a page, as plots.
+"""Shows a run's results: in a terminal, as a page, as plots.
 
-In: a run's typed rows and facts. Does: words, tables, drawings; nothing is measured or judged here.
-Out: text, HTML, SVG, PNG.
+Input: a run's typed rows and facts. Does: makes text, tables and drawings. It measures and judges nothing. Output:
+text, HTML, SVG, PNG.
 """

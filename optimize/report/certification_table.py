@@ -1,4 +1,4 @@
-"""What `certify` shows in the terminal: an artifact's layers by each engine, and its parity end to end."""
+"""What `certify` prints: an artifact's layers by each engine, and its parity end to end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from serve.runtime.card.certificate import Certificate
 
 
 def print_engines(engines: Sequence[Engine]) -> None:
-    """Each engine's layers, and the first that diverges."""
+    """Print each engine's layers, and the first layer that diverges."""
     for engine in engines:
         output().print(_layers(engine))
         typer.echo(f"{engine.execution}: {verdict(engine)}\n")
 
 
 def print_parity(name: str, certificate: Certificate | None) -> None:
-    """The parity certificate end to end, or why there is none."""
+    """Print the parity certificate end to end, or why there is none."""
     if certificate is None:
         typer.echo(
             f"{name} has no parity certificate end to end: no engine here computes its integers, or the run that made "
@@ -41,7 +41,7 @@ def print_parity(name: str, certificate: Certificate | None) -> None:
 
 
 def verdict(engine: Engine) -> str:
-    """Which layer is the first to diverge, and why."""
+    """Say which layer is the first to diverge, and why."""
     if engine.reason is not None:
         return f"not compared: {engine.reason}"
     apart = f"; {engine.apart}" if engine.apart else ""

@@ -1,6 +1,6 @@
-"""The columns of a report's table, one record each; the terminal and the page loop over them.
+"""The columns of a report's table, one record each. The terminal and the page loop over them.
 
-A new column is a field of the row (`optimize.measure.rows`) and a record here.
+For a new column, add a field to the row (`optimize.measure.rows`) and a record here.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SLOWER = "slower than its parent"
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in one place of the table.
+    """One cell of the table.
 
     Attributes:
-        text: the figure, or the dash that stands for none.
-        details: what the page adds beneath it in small print.
-        alarm: a word after the figure where it is bad news; empty where it is none.
+        text: the figure, or a dash if there is none.
+        details: small print that the page adds below it.
+        alarm: a word after the figure if it is bad news, else empty.
         share: length of the bar behind it, as a part of the longest (0 to 1).
     """
 
@@ -56,14 +56,15 @@ class Column:
     """One column.
 
     Attributes:
-        key: what code calls it.
-        title: its head.
-        unit: stands after the title; empty if the cells have their own.
-        cell: what a line shows in it.
-        rank: a terminal too narrow for all columns leaves out those of the highest rank first; 1 always stays.
-        table: which of the page's two tables it belongs to; in a terminal there is one.
-        left: whether it is text, and not figures.
-        fields: where the row has it, as a data frame calls its columns: ``latency_ms.p50``; what lies beneath one, too.
+        key: its name in code.
+        title: its title.
+        unit: follows the title. Empty if the cells have their own units.
+        cell: returns its cell for a line.
+        rank: a terminal that is too narrow leaves out the columns with the highest rank first. Rank 1 always stays.
+        table: which of the page's two tables it belongs to. The terminal has one table.
+        left: whether it is text rather than figures.
+        fields: its fields in the row, named like a data frame's columns: ``latency_ms.p50``. Nested fields are
+            included.
     """
 
     key: str
@@ -77,17 +78,17 @@ class Column:
 
     @property
     def head(self) -> str:
-        """Title and unit."""
+        """Return title and unit."""
         return f"{self.title} {self.unit}".strip()
 
 
 def _timed(show: Callable[[Timed], Cell | str]) -> Callable[[Line, Results], Cell]:
-    """A cell of whatever was timed, artifact or reference."""
+    """Make the cell function of a timed artifact or reference."""
     return lambda line, _: _cell(show(line.measured)) if line.measured else EMPTY
 
 
 def _measured(show: Callable[[Measured], Cell | str]) -> Callable[[Line, Results], Cell]:
-    """A cell of a measured artifact; references have no accuracy, parity or memory of their own."""
+    """Make the cell function of a measured artifact. References have no accuracy, parity or memory of their own."""
     return lambda line, _: _cell(show(line.measured)) if isinstance(line.measured, Measured) else EMPTY
 
 
@@ -96,19 +97,19 @@ def _cell(shown: Cell | str) -> Cell:
 
 
 def precision(line: Line) -> str:
-    """What the arithmetic really is; the references run the baseline's float32."""
+    """Return the real precision of the arithmetic. The references run the baseline's float32."""
     if line.row is None:
         return "float32"
     return line.row.file.precision if line.row.file else NONE
 
 
 def family_of(line: Line) -> Family:
-    """The line's colour and shape."""
+    """Return the line's family, which decides its colour and shape."""
     return family(precision(line))
 
 
 def parent_of(line: Line) -> str | None:
-    """The name of what it was made from."""
+    """Return the name of the artifact that it was made from."""
     return line.row.parent if line.row else None
 
 
@@ -203,7 +204,7 @@ def _made(line: Line, _: Results) -> Cell:
     return Cell(seconds(row.seconds), (f"on {day(row.made)}",) if row.cached and row.made else ())
 
 
-#: In the order in which they stand. The name of the line stands before them.
+#: In the order of the table. The name of the line comes before them.
 COLUMNS: tuple[Column, ...] = (
     Column("runs_on", "runs on", "", _runs_on, rank=1, left=True, fields=("execution.engine", "execution.device")),
     Column("precision", "precision", "", _precision, rank=6, left=True, fields=("file.precision",)),

@@ -1,4 +1,4 @@
-"""Results as a Python program and a notebook see them: printed, shown, plotted, as a data frame."""
+"""Results for Python programs and notebooks: printed, shown, plotted, as a data frame."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Artifacts measured side by side; prints as a table, and is one in a notebook.
+    """Artifacts measured side by side. Prints as a table, and shows as one in a notebook.
 
-    ``rows`` has a typed `Row` per artifact, as ``report.json`` has them; ``references`` the eager references;
-    ``recommendation`` which one to take, by which rule.
+    ``rows`` has a typed `Row` per artifact, as in ``report.json``. ``references`` are the eager references.
+    ``recommendation`` says which artifact to take, and by which rule.
     """
 
     results: Results
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """One per artifact, in the order in which they were given."""
+        """Return one row per artifact, in the order in which they were given."""
         return self.results.rows
 
     @property
     def references(self) -> tuple[Reference, ...]:
-        """The first one's eager module, run in other ways."""
+        """Return the references: the first artifact's eager module, run in other ways."""
         return self.results.references
 
     @property
     def recommendation(self) -> Recommendation:
-        """Which one to take, by which rule, and why not the others."""
+        """Return which artifact to take, by which rule, and why not the others."""
         return self.results.recommendation
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class Comparison:
         """Draw accuracy against latency: as matplotlib's figure, which a notebook shows, or into a file.
 
         Args:
-            path: a ``.png`` or ``.svg`` to write, which is returned; by default the figure is.
+            path: a ``.png`` or ``.svg`` to write, which is returned. By default the figure is returned.
 
         Raises:
             UserError: ``path`` has another suffix or cannot be written, or nothing was measured.
@@ -82,12 +82,15 @@ class Comparison:
         return Path(path)
 
     def to_pandas(self, *, every: bool = False) -> pd.DataFrame:
-        """One row per artifact, indexed by name; nested fields become columns such as ``latency_ms.p50``.
+        """Return a data frame with one row per artifact, indexed by name.
 
-        The columns of the printed table come first, in its order, and why nothing was measured; then all others.
+        Nested fields become columns such as ``latency_ms.p50``.
+
+        The columns of the printed table come first, in its order, with the reason why nothing was measured. All others
+        follow.
 
         Args:
-            every: one row for each of its executions, and not the best alone; ``id`` tells them apart.
+            every: one row for each execution of an artifact, rather than only the best. ``id`` tells them apart.
         """
         import pandas
 
@@ -95,7 +98,7 @@ class Comparison:
         for line in lines(self.results, every=every):
             if line.row is None:
                 continue
-            # What was measured is the subject here, and stands beside the row's and the pair's own fields.
+            # The measured fields are the main subject, so they get no prefix, like the row's and the pair's own fields.
             pair = line.pair.to_json() if line.pair else {}
             measured = pair.pop("measured", None) or {}
             row = {name: value for name, value in line.row.to_json().items() if name != "pairs"}
@@ -104,10 +107,10 @@ class Comparison:
         return frame[sorted(frame.columns, key=_place)]
 
 
-#: What a data frame begins with: the fields of the table's columns, and the reason where these are empty.
+#: The first columns of a data frame: the fields of the table's columns, and the reason if these are empty.
 _FIRST = (*(name for column in COLUMNS for name in column.fields), "skip.kind", "skip.reason")
 
 
 def _place(column: object) -> int:
-    """Where a data frame's column belongs; of those that the table has not, the order stays."""
+    """Return the position of a data frame's column. Columns that are not in the table keep their order."""
     return next((place for place, name in enumerate(_FIRST) if f"{column}.".startswith(f"{name}.")), len(_FIRST))

@@ -9,14 +9,14 @@ from rich.console import Console, RenderableType
 
 from serve.common.progress import in_notebook
 
-#: Characters that a line may have where nobody limits it.
+#: The characters in a line if nobody limits them.
 UNBOUNDED: Final = 1000
 
 
 def output() -> Console:
-    """Standard output: a terminal or a notebook's cell as wide as it is; else the whole, however long the lines."""
-    # Of notebooks rich knows how wide they are (115). But it would display there whatever it is given, and knows their
-    # kernels, which set FORCE_COLOR (ipykernel 7), as terminals of 80 (rich 15).
+    """Return standard output: as wide as the terminal or the notebook's cell, else without a limit."""
+    # rich knows the width of notebooks (115). But it would also display all output itself. And it takes notebook
+    # kernels, which set FORCE_COLOR (ipykernel 7), for terminals of 80 characters (rich 15).
     if in_notebook():
         return Console(force_jupyter=False, width=Console(force_jupyter=True).width)
     console = Console()
@@ -24,7 +24,7 @@ def output() -> Console:
 
 
 def text(shown: RenderableType) -> str:
-    """What `output` would print, without colours."""
+    """Return what `output` would print, without colours."""
     console = Console(file=io.StringIO(), width=output().width, force_jupyter=False, force_terminal=False)
     console.print(shown)
     assert isinstance(console.file, io.StringIO)

@@ -1,4 +1,4 @@
-"""What every chart of a report is drawn with: colours by role, an empty canvas, and the way to SVG or an image."""
+"""The tools of every chart of a report: colours by role, an empty canvas, and rendering to SVG or an image."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-#: matplotlib's, while a chart is drawn.
+#: matplotlib's settings while a chart is drawn.
 SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
@@ -25,7 +25,7 @@ SETTINGS: Any = {
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours by role. Those of the three families differ in lightness too, and never stand without a shape."""
+    """Colours by role. Those of the three families also differ in lightness, and always come with a shape."""
 
     ink: str
     muted: str
@@ -39,26 +39,26 @@ class Palette:
 
 #: On white paper.
 PAPER = Palette("#1b1f24", "#57606a", "#e3e6ea", "#ffffff", "#3565b5", "#a4540a", "#127a52", "#8a93a0")
-#: In a page each colour is a marker, replaced below by the CSS variable of the same name.
+#: In a page each colour is a marker, which is replaced below by the CSS variable of the same name.
 PAGE = Palette("#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05", "#0a0b06", "#0a0b07", "#0a0b08")
 
 
 class Chart(Figure):
-    """A figure that a notebook shows by itself; matplotlib's own needs pyplot's backend for notebooks."""
+    """A figure that a notebook shows by itself. matplotlib's own figure needs pyplot's backend for notebooks."""
 
     def _repr_png_(self) -> bytes:
         return render(self, "png")
 
 
 def canvas(palette: Palette, *, height: float, right: float, top: float) -> tuple[Figure, Axes]:
-    """An empty chart, ``height`` in inches; ``right`` and ``top`` are where its axes end, as parts of the figure."""
+    """Return an empty chart of ``height`` inches. Its axes end at ``right`` and ``top``, as parts of the figure."""
     figure = _figure(palette, height)
     figure.subplots_adjust(left=0.08, right=right, top=top, bottom=0.48 / height)
     return figure, _styled(figure.add_subplot(facecolor="none"), palette)
 
 
 def canvases(palette: Palette, count: int, *, height: float) -> tuple[Figure, list[Axes]]:
-    """``count`` empty charts beside each other, with room for a second axis at the right of each."""
+    """Return ``count`` empty charts beside each other, with room for a second axis at the right of each."""
     figure = _figure(palette, height)
     figure.subplots_adjust(left=0.08, right=0.97, top=1 - 0.3 / height, bottom=0.48 / height, wspace=0.5)
     axes = [figure.add_subplot(1, count, number + 1, facecolor="none") for number in range(count)]
@@ -84,7 +84,7 @@ def _styled(axes: Axes, palette: Palette) -> Axes:
 
 
 def render(figure: Figure, kind: str) -> bytes:
-    """The figure as ``png`` or ``svg``; the same figure always gives the same bytes."""
+    """Render the figure as ``png`` or ``svg``. The same figure always gives the same bytes."""
     buffer = io.BytesIO()
     with mpl.rc_context(SETTINGS):
         figure.savefig(buffer, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
@@ -92,7 +92,7 @@ def render(figure: Figure, kind: str) -> bytes:
 
 
 def inline(figure: Figure, description: str, prefix: str) -> str:
-    """The figure as an SVG element that takes its colours and font from the page, and whose ids are its own."""
+    """Render the figure as an SVG element with the page's colours and font. ``prefix`` makes its ids unique."""
     figure.patch.set_visible(False)
     svg = render(figure, "svg").decode()
     svg = svg[svg.index("<svg") :]

@@ -1,4 +1,4 @@
-"""The finished runs of a store: their reports, their cards, and whether their files are whole."""
+"""Reads the finished runs of a store: reports, cards, and whether files are complete."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from serve.runs import sealed_files
 from serve.runtime.card.card import CARD_FILE, Card, load_card, read_card
 from serve.runtime.errors import UserError, did_you_mean
 
-#: What stands above `RunSummary.cells`.
+#: The heads of `RunSummary.cells`.
 HEADS = ("run", "model", "data", "artifacts", "recommended", "top-1 %", "speed", "measured")
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One line about a run; ``top1`` and ``speedup`` are those of the recommended pair.
+    """One line about a run. ``top1`` and ``speedup`` are those of the recommended pair.
 
-    A speed-up is to the run's own fastest float execution: times of different measurements do not compare.
+    A speed-up is relative to the run's own fastest float execution, because times of different measurements are not
+    comparable.
     """
 
     name: str
@@ -37,7 +38,7 @@ class RunSummary:
     taken: str
 
     def cells(self) -> tuple[str, ...]:
-        """The fields as text."""
+        """Return the fields as text."""
         return (
             self.name,
             self.model,
@@ -51,7 +52,7 @@ class RunSummary:
 
 
 def read_runs(store: Path) -> Iterator[RunSummary | UserError]:
-    """The runs of a store, by name; of a report that cannot be read, what is wrong with it."""
+    """Yield the runs of a store by name. For an unreadable report, yield its error."""
     for path in sorted(store.glob(f"*/{layout.REPORT_FILE}")):
         try:
             report = report_of(store, path.parent.name)
@@ -72,11 +73,11 @@ def read_runs(store: Path) -> Iterator[RunSummary | UserError]:
 
 
 def report_of(store: Path, run: str) -> Report:
-    """A run's report.
+    """Return a run's report.
 
     Raises:
-        UserError: there is no such run (the nearest is named), its report cannot be read, is of another version, or is
-            not what the run was sealed with.
+        UserError: the run does not exist (the nearest is named). Or its report cannot be read, is of another version,
+            or differs from the sealed one.
     """
     report = _parsed(store, run)
     sealed_files.require(store / run, layout.REPORT_FILE)
@@ -84,7 +85,7 @@ def report_of(store: Path, run: str) -> Report:
 
 
 def _parsed(store: Path, run: str) -> Report:
-    """A run's report, which may have been changed."""
+    """Return a run's report without checking its seal."""
     path = layout.report_path(store, run)
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
@@ -112,10 +113,10 @@ def _parsed(store: Path, run: str) -> Report:
 
 
 def card_of(store: Path, run: str, artifact: str) -> str:
-    """The card of an artifact as JSON text.
+    """Return the card of an artifact as JSON text.
 
     Raises:
-        UserError: as `artifact_folder`; or the card is not what the run was sealed with.
+        UserError: as in `artifact_folder`, or the card differs from the sealed one.
         CardError: the card is missing or damaged.
     """
     folder = artifact_folder(store, run, artifact)
@@ -130,16 +131,16 @@ def faults_of(
     """Check every file of a run, or the folder and the archive of ``run/artifact``.
 
     Args:
-        store: where the run is.
-        name: of the run, or ``run/artifact``.
-        told: called before each artifact with the share of them, in [0, 1], that is checked, and its name.
+        store: the folder of the run.
+        name: the run, or ``run/artifact``.
+        told: called before each artifact with the share that is checked, in [0, 1], and the artifact's name.
 
     Returns:
-        How many artifacts and archives were checked, and what is wrong with files.
+        How many artifacts and archives were checked, and the faults of files.
 
     Raises:
-        UserError: there is no such run, it has no such artifact, its list of files is missing or damaged, or its report
-            cannot be read at all.
+        UserError: the run or its artifact does not exist, its list of files is missing or damaged, or its report cannot
+            be read at all.
     """
     run, only = layout.run_and_artifact(name)
     folder = store / run
@@ -164,10 +165,10 @@ def faults_of(
 
 
 def artifact_folder(store: Path, run: str, artifact: str) -> Path:
-    """Where a run's artifact is.
+    """Return the folder of a run's artifact.
 
     Raises:
-        UserError: there is no such run, or it has no such artifact: the nearest is named.
+        UserError: the run or its artifact does not exist. The nearest name is suggested.
     """
     _check_artifact(run, artifact, report_of(store, run).rows)
     return layout.artifact_folder(store, run, artifact)
@@ -181,7 +182,7 @@ def _check_artifact(run: str, artifact: str, rows: Sequence[Row]) -> None:
 
 
 def line_of(store: Path, run: str, artifact: str) -> Iterator[tuple[Path, Card]]:
-    """Folder and card of what an artifact was made from, as far as its run still has it, and its own, the last."""
+    """Yield folder and card of an artifact's ancestors that its run still has, and its own last."""
     own = load_card(layout.artifact_folder(store, run, artifact))
     for ancestor in own.lineage:
         folder = layout.artifact_folder(store, run, ancestor.name)

@@ -1,4 +1,4 @@
-"""Where a chart's labels go, so that none covers a mark, a line or another label."""
+"""Places a chart's labels so that none covers a mark, a line or another label."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from optimize.report.drawing import Palette
 
 @dataclass(frozen=True)
 class Label:
-    """What stands beside a mark.
+    """The label of a mark.
 
     Attributes:
-        text: its words.
+        text: its text.
         at: the mark, in the axes' data.
-        area: of the mark, square points.
-        whisker: ends of the bar through the mark, in the axes' data; None if it has none.
-        bold: whether it is set so.
+        area: area of the mark, square points.
+        whisker: ends of the bar through the mark, in the axes' data. None if it has none.
+        bold: whether it is bold.
     """
 
     text: str
@@ -47,11 +47,11 @@ def place_labels(
     """Put each label at the nearest place that covers no marker, bar or other label, with a line to it if far.
 
     Args:
-        figure: whose canvas measures text.
-        axes: to draw in, with their final limits.
+        figure: the figure, whose canvas measures text.
+        axes: the axes to draw in, with their final limits.
         labels: one for each mark.
-        palette: of the chart.
-        front: corners of a line in steps, which no label covers either.
+        palette: the chart's colours.
+        front: corners of a stepped line, which no label covers either.
         unnamed: small marks without a label, in the axes' data.
     """
     canvas = figure.canvas
@@ -115,13 +115,13 @@ class End:
 
 
 def label_ends(axes: Axes, ends: Sequence[End]) -> None:
-    """Names at the right ends of lines, moved apart until none covers another."""
+    """Write names at the right ends of lines, moved apart until none covers another."""
     spacing, inside = 12.5, axes.get_window_extent()
     ordered = sorted(ends, key=lambda end: end.at[1])
     heights = [float(axes.transData.transform(end.at)[1]) for end in ordered]
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + spacing)
-    # Pushed over the top: let the whole stack sink, as far as the labels below leave room.
+    # If they are pushed over the top, let the whole stack sink as far as the labels below leave room.
     limit = inside.y1 + 10
     for i in reversed(range(len(heights))):
         heights[i] = min(heights[i], limit)
@@ -152,7 +152,7 @@ def _candidates(x: float, y: float, gap: float, width: float, height: float) -> 
 
 
 def _costs(boxes: Sequence[Bbox], taken: Sequence[Bbox], inside: Bbox) -> list[float]:
-    """What it costs to put a label into each box: what it covers, and how far it juts out."""
+    """Return the cost of a label in each box: for everything it covers, and for how far it juts out."""
     own = np.array([box.extents for box in boxes])
     padded = own + np.array([-1.5, -1.5, 1.5, 1.5])
     others = np.array([box.extents for box in taken])
@@ -170,7 +170,7 @@ def _nearest(spot: tuple[float, float], box: Bbox) -> tuple[float, float]:
 
 
 def _crossings(spot: tuple[float, float], box: Bbox, others: Sequence[Bbox]) -> float:
-    """What it costs if the line from a mark to its label runs over other marks: it would seem to start there."""
+    """Return the cost of a line from a mark to its label over other marks: it would seem to start there."""
     end = _nearest(spot, box)
     steps = [(spot[0] + t * (end[0] - spot[0]), spot[1] + t * (end[1] - spot[1])) for t in (0.2, 0.4, 0.6, 0.8, 1.0)]
     return 100.0 * sum(other.contains(x, y) for other in others for x, y in steps)

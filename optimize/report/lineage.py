@@ -1,4 +1,4 @@
-"""Where each artifact stands in a picture of their descent: parents to the left, children to the right."""
+"""Lays out the picture of the artifacts' descent: parents to the left, children to the right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GAP_X, _GAP_Y, _MARGIN = 60, 16, 8
 
 @dataclass(frozen=True)
 class Node:
-    """One artifact's box; ``x`` and ``y`` are its upper left corner in pixels."""
+    """One artifact's box. ``x`` and ``y`` are its upper left corner in pixels."""
 
     row: Row
     x: float
@@ -33,14 +33,14 @@ class Lineage:
 
 
 def layout(rows: Sequence[Row]) -> Lineage:
-    """Places every artifact one column right of its parent, and level with the middle of its children.
+    """Place every artifact one column right of its parent, and level with the middle of its children.
 
     A parent that is not among the rows is ignored.
     """
     by_name = {row.name: row for row in rows}
     parents = {row.name: [row.parent] if row.parent in by_name else [] for row in rows}
     depth = dict.fromkeys(parents, 0)
-    for _ in parents:  # a longest path has at most as many steps as there are artifacts, even if a cycle was written
+    for _ in parents:  # a longest path has at most this many steps, even if the rows contain a cycle
         for name, above in parents.items():
             depth[name] = min(max((depth[p] + 1 for p in above), default=0), len(parents) - 1)
     children: dict[str, list[str]] = {name: [] for name in parents}

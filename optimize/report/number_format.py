@@ -1,4 +1,4 @@
-"""Numbers as words: how every figure of a report is spelled, in the terminal and on the page alike."""
+"""Formats every figure of a report, in the terminal and on the page alike."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import datetime
 from collections.abc import Sequence
 from typing import Literal
 
-#: In place of a number that does not exist.
+#: The text for a number that does not exist.
 NONE = "–"
 
 Family = Literal["float", "half", "int"]
 
 
 def family(precision: str) -> Family:
-    """Which of three colours and shapes stands for a precision such as ``int8``, ``bfloat16`` or ``float32``."""
+    """Return the family, and so colour and shape, of a precision such as ``int8``, ``bfloat16`` or ``float32``."""
     return "int" if "int" in precision else "half" if "16" in precision else "float"
 
 
 def number(x: float | None, unit: str = "") -> str:
-    """About three significant digits, never an exponent."""
+    """Format with about three significant digits, never with an exponent."""
     if x is None:
         return NONE
     text = f"{x:,.0f}" if abs(x) >= 100 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}" if abs(x) >= 0.1 else f"{x:.3f}"
@@ -26,24 +26,24 @@ def number(x: float | None, unit: str = "") -> str:
 
 
 def small(x: float | None) -> str:
-    """Two significant digits, with an exponent where it is shorter (1.2e−05)."""
+    """Format with two significant digits, with an exponent if that is shorter (1.2e−05)."""
     return NONE if x is None else f"{x:.2g}".replace("-", "−")
 
 
 def figure(x: float) -> str:
-    """A figure of a layer, of whatever it is: a count as it is, others with about three digits."""
+    """Format any figure of a layer: a count unchanged, others with about three digits."""
     if float(x).is_integer():
         return f"{x:,.0f}".replace("-", "−")
     return number(x) if abs(x) >= 0.1 else f"{x:.3g}".replace("-", "−")
 
 
 def percent(x: float | None) -> str:
-    """A fraction as per cent with two decimals, without the sign."""
+    """Format a fraction as per cent with two decimals, without the sign."""
     return NONE if x is None else f"{100 * x:.2f}"
 
 
 def points(x: float | None) -> str:
-    """A difference of fractions as percentage points, always signed but for zero."""
+    """Format a difference of fractions as percentage points, signed unless zero."""
     if x is None:
         return NONE
     text = f"{100 * x:+.2f}"
@@ -51,14 +51,14 @@ def points(x: float | None) -> str:
 
 
 def times(x: float | None) -> str:
-    """A ratio such as ``5.87×``: two decimals, fewer where it is large, two digits where it is small."""
+    """Format a ratio such as ``5.87×``: two decimals, fewer for a large one, two digits for a small one."""
     if x is None:
         return NONE
     return f"{x:.0f}×" if x >= 100 else f"{x:.1f}×" if x >= 10 else f"{x:.2f}×" if x >= 0.1 else f"{x:.2g}×"
 
 
 def size(x: float | None) -> str:
-    """Bytes in decimal kB, MB or GB."""
+    """Format bytes in decimal kB, MB or GB."""
     if x is None:
         return NONE
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -68,7 +68,7 @@ def size(x: float | None) -> str:
 
 
 def seconds(x: float | None) -> str:
-    """A duration in seconds, or minutes and seconds."""
+    """Format a duration in seconds, or minutes and seconds."""
     if x is None:
         return NONE
     if round(x) >= 120:
@@ -78,32 +78,32 @@ def seconds(x: float | None) -> str:
 
 
 def moment(at: datetime.datetime) -> str:
-    """A time to the minute, in UTC."""
+    """Format a time to the minute, in UTC."""
     return f"{at.astimezone(datetime.UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def day(at: datetime.datetime) -> str:
-    """A date, in UTC."""
+    """Format a date, in UTC."""
     return f"{at.astimezone(datetime.UTC):%Y-%m-%d}"
 
 
 def count(x: float | None) -> str:
-    """A whole number with thousands separated."""
+    """Format a whole number with separated thousands."""
     return NONE if x is None else f"{x:,.0f}"
 
 
 def plural(x: int, noun: str) -> str:
-    """``1 round``, ``2 rounds``."""
+    """Format a count with its noun: ``1 round``, ``2 rounds``."""
     return f"{count(x)} {noun}" + ("" if x == 1 else "s")
 
 
 def signed(x: int, sign: str) -> str:
-    """A count with the sign of what it stands for; zero has none."""
+    """Format a count with the sign of its meaning. Zero has none."""
     return "0" if x == 0 else f"{sign}{count(x)}"
 
 
 def plain(value: object) -> str:
-    """A setting: whole numbers of a sequence as ``224 × 224``, others with commas."""
+    """Format a setting: whole numbers of a sequence as ``224 × 224``, others with commas."""
     if value is None:
         return NONE
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):

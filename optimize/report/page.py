@@ -1,4 +1,4 @@
-"""A run's report as one page of HTML, and its plot as a file. Nothing here measures or decides; writes are atomic."""
+"""Writes a run's report as one HTML page, and its plot as a file. Writes are atomic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TEMPLATES = Path(__file__).with_name("templates")
 
 @dataclass(frozen=True)
 class Bar:
-    """One labelled bar; ``share`` is its length as a part of the longest (0 to 1)."""
+    """One labelled bar. ``share`` is its length as a part of the longest (0 to 1)."""
 
     name: str
     share: float
@@ -37,7 +37,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Trained:
-    """A training as the page shows it: its curves, and the parts of its time (name, in words, share)."""
+    """A training on the page: its curves, and the parts of its time (name, text, share)."""
 
     name: str
     history: History
@@ -47,7 +47,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class LayerChart:
-    """A profile as the page shows it: whose, in words, and its chart, a file of SVG."""
+    """A profile on the page: its title, and its chart as an SVG file."""
 
     name: str
     said: str
@@ -55,7 +55,7 @@ class LayerChart:
 
     @property
     def source(self) -> str:
-        """The chart as a URL that holds it."""
+        """Return the chart as a data URL."""
         return f"data:image/svg+xml;base64,{base64.b64encode(self.drawing).decode()}"
 
 
@@ -66,7 +66,7 @@ def write_html(
     profiles: Sequence[LayerChart] = (),
     columns: Sequence[Column] = COLUMNS,
 ) -> None:
-    """Write the report as one page that refers to nothing outside itself and needs no script."""
+    """Write the report as one self-contained page without scripts."""
     from markupsafe import Markup
 
     page = (
@@ -85,7 +85,7 @@ def write_html(
             created=moment(report.created),
             results=[column for column in columns if column.table == "results"],
             details=[column for column in columns if column.table == "details"],
-            # matplotlib escapes the text it draws; everything else on the page is escaped by the template.
+            # matplotlib escapes the text it draws. The template escapes everything else on the page.
             pareto=Markup(charts.pareto),
             throughput=Markup(charts.throughput),
             throughput_table=_throughput_table(report),
@@ -105,7 +105,7 @@ def write_html(
 
 
 def fragment(results: Results, columns: Sequence[Column] = COLUMNS) -> str:
-    """The table of results as an element of HTML, for a notebook."""
+    """Return the table of results as an HTML element for a notebook."""
     template = _environment().get_template("comparison.html.j2")
     return template.render(
         results=results,
@@ -154,12 +154,12 @@ def _settings(row: Row) -> str:
 
 
 def _groups(results: Results) -> list[tuple[Line, list[Line]]]:
-    """For each row the line that stands for it, and those of its other executions."""
+    """Return for each row its main line, and the lines of its other executions."""
     return [(shown(results, row), others(results, row)) for row in results.rows]
 
 
 def _rejected(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Why not each artifact's best execution, and then why not the others, under the head that they stand under."""
+    """Return the reasons against each artifact's best execution, then those against the others, with their heads."""
     reasons = results.recommendation.rejected
     first = {line.id for line in lines(results)}
     split = (("Why not the others", True), ("Why not their other executions", False))
@@ -168,7 +168,7 @@ def _rejected(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _trainings(report: Report, charts: Charts) -> list[Trained]:
-    """Each training of an artifact, in their order."""
+    """Return each training of an artifact, in order."""
     from markupsafe import Markup
 
     return [
@@ -190,14 +190,14 @@ def _trainings(report: Report, charts: Charts) -> list[Trained]:
 
 
 def _throughput_table(results: Results) -> tuple[list[int], list[tuple[str, list[str]]]]:
-    """The throughput chart in numbers: the batch sizes, and for each name its images per second."""
+    """Return the throughput chart as numbers: the batch sizes, and for each name its images per second."""
     timed = [(line.id, line.measured.throughput) for line in lines(results, every=True) if line.measured]
     batches = sorted({size for _, series in timed for size in series})
     return batches, [(name, [number(series.get(size)) for size in batches]) for name, series in timed]
 
 
 def _step_bars(report: Report) -> list[Bar]:
-    """The time that each step took, at this run or an earlier one."""
+    """Return the time that each step took, in this run or an earlier one."""
     longest = max((row.seconds or 0.0 for row in report.rows), default=0.0) or 1.0
     return [
         Bar(

@@ -1,4 +1,4 @@
-"""Parity certificates in words: what every engine answers, against what an INT8 artifact's integers mean."""
+"""Formats parity certificates: each engine's answers compared with the meaning of an INT8 artifact's integers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from optimize.measure.rows import Results, Row
 from optimize.report.number_format import NONE, count, number, percent, points, signed, small
 from serve.runtime.card.certificate import LEAST_AGREEMENT, Agreement, Certificate
 
-#: Above a table of `cells`.
+#: The heads above a table of `cells`.
 HEADS = ("execution", "same top-1 %", "SQNR dB", "largest difference", "Δ top-1", "95 %", "gained, lost")
 
 
 def cells(agreement: Agreement) -> tuple[str, ...]:
-    """An agreement as text, under `HEADS`."""
+    """Return an agreement as text, under `HEADS`."""
     return (
         agreement.execution,
         percent(agreement.top1_agreement),
@@ -26,7 +26,7 @@ def cells(agreement: Agreement) -> tuple[str, ...]:
 
 
 def explained(certificate: Certificate) -> str:
-    """What the figures are of, in one sentence."""
+    """Explain the figures in one sentence."""
     step = f"; a step is {small(certificate.step)}, the scale of the answer's quantizer" if certificate.step else ""
     packed = " torchscript ran the packed program that the graph was made from." if _is_of_graph(certificate) else ""
     return (
@@ -37,12 +37,12 @@ def explained(certificate: Certificate) -> str:
 
 
 def missing(certificate: Certificate) -> list[str]:
-    """Which executions were not compared, and why."""
+    """Name the executions that were not compared, and why."""
     return [f"{execution}: {reason}" for execution, reason in certificate.absent.items()]
 
 
 def parity_lines(results: Results) -> Iterator[str]:
-    """A line for each certified artifact."""
+    """Yield a line for each certified artifact."""
     for row in results.rows:
         if row.certificate is None:
             continue
@@ -57,7 +57,7 @@ def parity_lines(results: Results) -> Iterator[str]:
 
 
 def _program(graph: Row, results: Results) -> str | None:
-    """The artifact whose packed program a graph was made from: its parent, or that of the graph that its parent is."""
+    """Return the artifact whose packed program a graph was made from: its parent, or the parent graph's parent."""
     rows = {row.name: row for row in results.rows}
     found = rows.get(graph.parent or "")
     while found is not None and found.certificate is not None and _is_of_graph(found.certificate):
@@ -66,7 +66,7 @@ def _program(graph: Row, results: Results) -> str | None:
 
 
 def _is_of_graph(certificate: Certificate) -> bool:
-    """Whether others than torch's kernels were to be compared: then these ran another artifact than they did."""
+    """Return whether engines other than torch's kernels were to be compared. If so, torch's ran another artifact."""
     named = {*(entry.execution for entry in certificate.agreements), *certificate.absent}
     return any(_is_torchs(name) for name in named) and not all(_is_torchs(name) for name in named)
 

@@ -27,9 +27,9 @@ _WORDS: dict[Family, str] = {"float": "32-bit float", "half": "16-bit float", "i
 
 @dataclass(frozen=True)
 class Point:
-    """One mark of the accuracy/latency plot; ``bounds`` are the ends of its whisker, fractions.
+    """One mark of the accuracy/latency plot. ``bounds`` are the ends of its whisker, fractions.
 
-    ``beside`` marks a further execution of an artifact, which is drawn small and without words.
+    ``beside`` marks a further execution of an artifact, which is drawn small and without text.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Point:
 
     @property
     def label(self) -> str:
-        """Name and size, a star if recommended, and whether it is slower than its parent."""
+        """Return name and size, with a star if recommended, and whether it is slower than its parent."""
         words = f"{self.name}, {size(self.bytes)}" if self.bytes else self.name
         return ("★ " if self.recommended else "") + words + (" (slower)" if self.slower else "")
 
 
 def pareto_svg(results: Results) -> str:
-    """The accuracy/latency plot for a page, or a sentence in place of it if nothing was measured."""
+    """Return the accuracy/latency plot for a page, or a sentence if nothing was measured."""
     if not (found := marks(results)):
         return "<p>No artifact has both an accuracy and a latency.</p>"
     spoken = "; ".join(f"{p.name}: {100 * p.top1:.2f} % at {number(p.latency)} ms" for p in found if not p.beside)
@@ -58,10 +58,10 @@ def pareto_svg(results: Results) -> str:
 
 
 def pareto_image(results: Results, kind: str) -> bytes:
-    """The same plot on white paper, as ``png`` or ``svg``.
+    """Return the accuracy/latency plot on white paper, as ``png`` or ``svg``.
 
     Raises:
-        ValueError: another kind was asked for, or no artifact has both an accuracy and a latency.
+        ValueError: another kind was requested, or no artifact has both an accuracy and a latency.
     """
     if kind not in ("png", "svg"):
         raise ValueError(f"a plot is written as .png or .svg, not {kind!r}")
@@ -69,7 +69,7 @@ def pareto_image(results: Results, kind: str) -> bytes:
 
 
 def pareto_figure(results: Results) -> Figure:
-    """The same plot on white paper, as matplotlib's figure.
+    """Return the accuracy/latency plot on white paper, as matplotlib's figure.
 
     Raises:
         ValueError: no artifact has both an accuracy and a latency.
@@ -80,7 +80,7 @@ def pareto_figure(results: Results) -> Figure:
 
 
 def throughput_svg(results: Results) -> str:
-    """Images per second by batch size, one line for each artifact and reference; other executions are faint."""
+    """Plot images per second by batch size, one line for each artifact and reference. Other executions are faint."""
     found = [(line, sorted(line.measured.throughput.items())) for line in lines(results, every=True) if line.measured]
     if not found:
         return "<p>No throughput was measured.</p>"
@@ -108,7 +108,7 @@ def throughput_svg(results: Results) -> str:
 
 
 def _stroke(line: Line) -> dict[str, Any]:
-    """How a line of the throughput chart is drawn."""
+    """Return the style of a line of the throughput chart."""
     if not line.first:
         return {"linewidth": 1.0, "alpha": 0.3, "zorder": 1}
     if line.row is None:
@@ -118,7 +118,7 @@ def _stroke(line: Line) -> dict[str, Any]:
 
 
 def marks(results: Results) -> list[Point]:
-    """What is drawn, in the report's order: a mark for each measured artifact, and one for each other execution."""
+    """Return the marks in the report's order: one for each measured artifact, and one for each other execution."""
     found = []
     for row in results.rows:
         for line in (shown(results, row), *others(results, row)):
@@ -141,7 +141,7 @@ def marks(results: Results) -> list[Point]:
 
 
 def _bounds(accuracy: Accuracy) -> tuple[float, float] | None:
-    """Where the whisker ends: the interval of the difference, set on the baseline's accuracy, within 0 and 1."""
+    """Return the ends of the whisker: the baseline's accuracy plus the interval of the difference, within 0 and 1."""
     if (difference := accuracy.difference) is None:
         return None
     start = accuracy.top1 - difference.delta
@@ -149,7 +149,7 @@ def _bounds(accuracy: Accuracy) -> tuple[float, float] | None:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """The indices of the (latency, accuracy) points that no other beats in both, from fast to slow."""
+    """Return the indices of the (latency, accuracy) points that no other beats in both, from fast to slow."""
     front: list[int] = []
     for index in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
         if not front or points[index][1] > points[front[-1]][1]:
@@ -244,7 +244,7 @@ def _legend(axes: Axes, palette: Palette, families: Sequence[Family], *, front: 
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers in the range, from the coarsest set that has at least four of them."""
+    """Return round numbers in the range, from the coarsest set that has at least four of them."""
     found: list[float] = []
     for steps in (
         (1, 2, 5),

@@ -1,4 +1,4 @@
-"""How a run shows itself in a terminal: a line for each step that ends, and a bar for a long one under way."""
+"""Shows a run in a terminal: a line for each finished step, and a bar for a long current one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve.common.progress import ProgressBar, surface
 
 
 class Display:
-    """A `Listener` on a Rich console; in a log (no terminal) only the lines appear."""
+    """A `Listener` on a Rich console. In a log (no terminal) only the lines appear."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -27,15 +27,15 @@ class Display:
         self._bar.close()
 
     def started(self, name: str) -> None:
-        """A step begins."""
+        """See `Listener`."""
         self._bar.started(name)
 
     def progressed(self, fraction: float, message: str) -> None:
-        """The step under way has come so far."""
+        """See `Listener`."""
         self._bar.progressed(fraction, message)
 
     def ended(self, name: str, seconds: float, *, cached: bool, skipped: str | None) -> None:
-        """A step is done."""
+        """See `Listener`."""
         self._bar.ended(name, seconds, cached=cached, skipped=skipped)
         if skipped is not None:
             self._line(f"  [yellow]-[/yellow] {name:<16} skipped: {escape(skipped)}")
@@ -44,7 +44,7 @@ class Display:
             self._line(f"  [green]+[/green] {name:<16} {took}")
 
     def said(self, message: str) -> None:
-        """Something worth a line."""
+        """See `Listener`."""
         self._line(escape(message))
 
     def _line(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a report says in words: its verdict, how its numbers were taken, and where and with what."""
+"""The sentences of a report: its verdict, how its numbers were measured, and on which machine and data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Fact = tuple[str, str]
 
 
 def verdict(results: Results) -> str:
-    """What was found, in one sentence."""
+    """Return the result in one sentence."""
     chosen, pair, start = results.chosen, results.chosen_pair, results.baseline
     if chosen is None or pair is None or pair.measured is None:
         return "No artifact is recommended."
@@ -55,7 +55,7 @@ def _speed(results: Results, pair: Pair, measured: Measured) -> str:
 
 
 def _eager(results: Results) -> str:
-    """What ``vs_eager`` is a multiple of."""
+    """Say what ``vs_eager`` is relative to."""
     named = [reference for reference in results.references if reference.name == results.eager]
     return "eager PyTorch" if named else f"the baseline ({results.eager})"
 
@@ -75,7 +75,7 @@ def _as_accurate(accuracy: Accuracy) -> str:
 
 
 def yardsticks(results: Results) -> str:
-    """What speed is a multiple of, and what “eager” is."""
+    """Say what speed is relative to, and what “eager” is."""
     if results.yardstick is None:
         return ""
     kind = "the fastest float execution" if results.float_yardstick else "the baseline, as no float was measured"
@@ -83,7 +83,7 @@ def yardsticks(results: Results) -> str:
     return f"Speed is a multiple of that of {results.yardstick}, {kind}; “eager” of that of {results.eager} ({eager})."
 
 
-#: What the references are; one on a further device has that behind its name, and other names explain themselves.
+#: Explanations of the references. On a further device the name has a suffix. Other names explain themselves.
 _REFERENCES = {
     "eager": "as PyTorch runs it by default, one operator after the other, with nothing compiled or folded",
     "eager channels-last": "the same, with the channels innermost in memory, as most convolutions want them",
@@ -95,7 +95,7 @@ _REFERENCES = {
 
 
 def explained(results: Results) -> list[str]:
-    """What the references are."""
+    """Explain the references."""
     kinds = dict.fromkeys(line.name.partition("[")[0] for line in results.references)
     known = [f"“{kind}”: {_REFERENCES[kind]}" for kind in kinds if kind in _REFERENCES]
     if not known:
@@ -104,7 +104,7 @@ def explained(results: Results) -> list[str]:
 
 
 def tail(results: Results) -> str:
-    """How many calls p95 and p99 stand on."""
+    """Say on how many calls p95 and p99 are based."""
     samples = [line.measured.latency_ms.samples for line in lines(results, every=True) if line.measured]
     if not samples:
         return ""
@@ -115,7 +115,7 @@ def tail(results: Results) -> str:
 
 
 def method(results: Results) -> list[str]:
-    """How the numbers were taken."""
+    """Say how the numbers were measured."""
     timing = results.measurement.timing
     sizes = ", ".join(count(b) for b in timing.batch_sizes)
     processes = len(timing.starts)
@@ -198,12 +198,12 @@ def _taken(measurement: Measurement) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """What each artifact's making left to say."""
+    """Return the notes of each artifact."""
     return [f"{row.name}: {note}" for row in report.rows for note in row.notes]
 
 
 def changes(results: Results) -> list[str]:
-    """What passes changed of whole networks: before and after."""
+    """Return the changes by passes of whole networks, before and after."""
     return [
         f"{row.name}: {effect.figure} {figure(effect.before)} → {figure(effect.after)}"
         for row in results.rows
@@ -213,7 +213,7 @@ def changes(results: Results) -> list[str]:
 
 
 def facts(report: Report) -> list[tuple[str, list[Fact]]]:
-    """The machine, the data and the versions, as groups of name and value."""
+    """Return the machine, the data and the versions, as groups of name and value."""
     return [("Machine", _machine(report)), ("Data", _data(report)), ("Versions", _versions(report))]
 
 
@@ -248,7 +248,7 @@ def _data(report: Report) -> list[Fact]:
 
 
 def _origins(origins: dict[str, str]) -> list[Fact]:
-    """Where the preprocessing came from: one line, or one for each origin with the parts that it decided."""
+    """Return the origin of the preprocessing: one line, or one for each origin with the parts that it decided."""
     parts: dict[str, list[str]] = {}
     for part, origin in origins.items():
         parts.setdefault(origin, []).append(part)

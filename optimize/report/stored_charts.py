@@ -1,6 +1,6 @@
-"""The charts of a run's report, drawn once: they lie in the store under what they show.
+"""Draws the charts of a run's report once, and keeps them in the store under a key of their content.
 
-Drawing them takes longer than all else that a run does which finds everything made; here nothing needs matplotlib.
+In a run that makes nothing new, drawing would take longer than all the rest. So nothing here imports matplotlib.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from optimize.store.keys import ChartsKey
 from optimize.store.objects import Store
 from optimize.store.sources import source_digest
 
-#: Fields of a report, and of its rows, that change from run to run of the same results; no chart shows them.
+#: Fields of a report and of its rows that differ between runs with the same results. No chart shows them.
 _OF_THE_RUN: Final = frozenset({"created", "seconds", "measurement"})
 _OF_THE_ROWS_MAKING: Final = frozenset({"cached", "made", "seconds", "archive"})
 
@@ -27,14 +27,14 @@ _PARETO, _THROUGHPUT, _PAPER, _CURVES = "pareto-page.svg", "throughput-page.svg"
 
 @dataclass(frozen=True)
 class Charts:
-    """What is drawn of a report.
+    """The charts of a report.
 
     Attributes:
         pareto: accuracy against latency, as an element of the page.
         throughput: throughput by batch size, as an element of the page.
-        paper: accuracy against latency on white, a file of SVG; None where nothing has both.
-        curves: of each training of an artifact, by its name, as elements of the page.
-        key: of the object in the store.
+        paper: accuracy against latency on white, an SVG file. None if no artifact has both.
+        curves: the curves of each training of an artifact, by its name, as elements of the page.
+        key: key of the object in the store.
     """
 
     pareto: str
@@ -45,7 +45,7 @@ class Charts:
 
 
 def stored_charts(report: Report, store: Store) -> Charts:
-    """The charts of a report, from the store or drawn now."""
+    """Return the charts of a report, from the store or newly drawn."""
 
     def draw(folder: Path) -> None:
         from optimize.report.plots import marks, pareto_image, pareto_svg, throughput_svg
@@ -78,7 +78,7 @@ def stored_charts(report: Report, store: Store) -> Charts:
 
 
 def drawn_of(report: Report) -> dict[str, Any]:
-    """What charts may show of a report, as JSON values: a field that is added counts until it is named above."""
+    """Return what charts may show of a report, as JSON values. A new field counts until it is named above."""
     body = {name: value for name, value in report.to_json().items() if name not in _OF_THE_RUN}
     rows = [{name: value for name, value in row.items() if name not in _OF_THE_ROWS_MAKING} for row in body["rows"]]
     return body | {"rows": rows}

@@ -1,4 +1,4 @@
-"""The results as a table for the terminal: as many columns as there is room for, all of them where nobody limits it."""
+"""The results as a table for the terminal, with as many columns as fit, or all if there is no limit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def table(results: Results, columns: Sequence[Column] = COLUMNS, *, every: bool = False) -> ResultsTable:
-    """The results, with those columns that the console has room for.
+    """Return the results as a table with the columns that fit the console.
 
     Args:
-        results: what was measured.
-        columns: to choose from.
-        every: whether to list each execution of an artifact, and not its best alone, and the parity of INT8 ones.
+        results: the measurements.
+        columns: the columns to choose from.
+        every: whether to list each execution of an artifact rather than only its best, and the parity of INT8 ones.
     """
     ranks = sorted({column.rank for column in columns}, reverse=True)
     found = lines(results, every=every)
@@ -36,12 +36,12 @@ def table(results: Results, columns: Sequence[Column] = COLUMNS, *, every: bool 
 
 
 def print_table(results: Results, *, every: bool = False) -> None:
-    """Print to standard output; a file or a pipe gets every column, however long the lines."""
+    """Print the table to standard output. A file or a pipe gets every column, with lines of any length."""
     output().print(table(results, every=every))
 
 
 class ResultsTable:
-    """Tables of the same results, widest first, of which the console shows the first that it has room for."""
+    """Tables of the same results, widest first. The console shows the first that fits."""
 
     def __init__(self, widest_first: list[Table]) -> None:
         self._variants = widest_first
@@ -91,7 +91,7 @@ def _style(line: Line) -> str | None:
 
 
 def _caption(results: Results, found: Sequence[Line], more: Sequence[str]) -> Text:
-    """The verdict, the rule, and in words whatever a cell has no room for."""
+    """Return the verdict, the rule, and text for everything that does not fit into a cell."""
     chosen = results.recommendation
     warning = results.measurement.warning
     lines = [Text(warning, style="bold yellow")] if warning else []

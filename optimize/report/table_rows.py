@@ -1,4 +1,4 @@
-"""The lines of a report's table: an artifact as its best execution runs it, or as each of them, and the references."""
+"""The lines of a report's table: each artifact with its best execution or with all, and the references."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from optimize.measure.rows import Pair, Reference, Results, Row, Skip
 
 @dataclass(frozen=True)
 class Line:
-    """One line: a row with one of its pairs, a row of which none was measured, or a reference.
+    """One line: a row with one of its pairs, a row without measured pairs, or a reference.
 
     Attributes:
         of: the row or reference.
-        pair: the execution that is shown; None for a reference, and for a row that has none.
-        first: whether it stands for the whole row; the others of a row follow it.
+        pair: the execution that is shown. None for a reference, and for a row without one.
+        first: whether it is the row's main line, which the row's others follow.
         chosen: whether it is the recommended pair.
     """
 
@@ -26,43 +26,43 @@ class Line:
 
     @property
     def name(self) -> str:
-        """The artifact's or reference's."""
+        """Return the name of the artifact or reference."""
         return self.of.name
 
     @property
     def id(self) -> str:
-        """What code and recommendations call it: the pair's id, else the name."""
+        """Return its name in code and recommendations: the pair's id, else the name."""
         return self.pair.id if self.pair else self.of.name
 
     @property
     def row(self) -> Row | None:
-        """The artifact's row; None for a reference."""
+        """Return the artifact's row. None for a reference."""
         return self.of if isinstance(self.of, Row) else None
 
     @property
     def measured(self) -> Timed | None:
-        """What was measured; of a pair it is a `Measured`."""
+        """Return the measurement. For a pair it is a `Measured`."""
         if isinstance(self.of, Reference):
             return self.of.measured
         return self.pair.measured if self.pair else None
 
     @property
     def skip(self) -> Skip | None:
-        """Why nothing was."""
+        """Return the reason if nothing was measured."""
         if self.pair is not None:
             return self.pair.skip
         return self.of.skip
 
 
 def shown(results: Results, row: Row) -> Line:
-    """The line that stands for a row: its recommended pair, else its best, else why there is none."""
+    """Return a row's main line: its recommended pair, else its best, else the reason why there is none."""
     chosen = results.chosen_pair
     pair = chosen if chosen is not None and row is results.chosen else row.best
     return Line(row, pair, chosen=pair is not None and pair is chosen)
 
 
 def others(results: Results, row: Row) -> list[Line]:
-    """The row's further pairs: the measured by their p50, then the skipped; a single one that was skipped is none."""
+    """Return the row's further pairs: measured ones by p50, then skipped ones. Empty for a single skipped pair."""
     first = shown(results, row).pair
     rest = [pair for pair in row.pairs if pair is not first]
     if first is None and len(rest) < 2:
@@ -71,7 +71,7 @@ def others(results: Results, row: Row) -> list[Line]:
 
 
 def lines(results: Results, *, every: bool = False) -> list[Line]:
-    """A line for each row, with ``every`` one for each of its pairs; then the references."""
+    """Return a line for each row, or with ``every`` for each of its pairs, and then the references."""
     found = []
     for row in results.rows:
         found += [shown(results, row), *(others(results, row) if every else ())]
@@ -79,7 +79,7 @@ def lines(results: Results, *, every: bool = False) -> list[Line]:
 
 
 def references(results: Results) -> list[Line]:
-    """A line for each reference."""
+    """Return a line for each reference."""
     return [Line(reference) for reference in results.references]
 
 

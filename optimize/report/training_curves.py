@@ -1,4 +1,4 @@
-"""A training's curves as a chart: loss and learning rate beside the accuracy that the best epoch was chosen by."""
+"""A training's curves as a chart: loss and learning rate beside the accuracy that chose the best epoch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optimize.store.training_history import History
 
 
 def curves_svg(history: History, name: str, prefix: str) -> str:
-    """The curves of the training of ``name`` for a page; ``prefix`` tells its ids from those of others."""
+    """Return the curves of the training of ``name`` for a page. ``prefix`` makes its ids unique."""
     with mpl.rc_context(SETTINGS):
         figure, (left, right) = canvases(PAGE, 2, height=2.9)
         _losses(left, history, PAGE)
@@ -23,7 +23,7 @@ def curves_svg(history: History, name: str, prefix: str) -> str:
 
 
 def _losses(axes: Axes, history: History, palette: Palette) -> None:
-    """Loss, and faintly the rate, by epochs."""
+    """Draw the loss, and faintly the learning rate, by epochs."""
     places = [point.step / history.steps for point in history.points]
     marker = "o" if len(places) == 1 else ""
     axes.plot(places, [point.loss for point in history.points], marker=marker, color=palette.float, linewidth=1.6)
@@ -40,7 +40,7 @@ def _losses(axes: Axes, history: History, palette: Palette) -> None:
 
 
 def _accuracies(axes: Axes, history: History, palette: Palette) -> None:
-    """Top-1 on the held-out images after each epoch, and before the first where it was judged; the kept one ringed."""
+    """Draw top-1 on the held-out images after each epoch, and before the first if judged. The kept one is ringed."""
     scores = {number: epoch.held_out_top1 for number, epoch in enumerate(history.epochs, start=1)}
     if history.before is not None:
         scores = {0: history.before} | scores
@@ -48,7 +48,7 @@ def _accuracies(axes: Axes, history: History, palette: Palette) -> None:
     axes.plot(list(scores), [100 * score for score in scores.values()], color=palette.int, marker="o", markersize=3)
     axes.plot([kept], [100 * scores[kept]], "o", markersize=10, markerfacecolor="none", color=palette.int, zorder=3)
     for drawn in axes.lines:
-        drawn.set_clip_on(False)  # the axis ends at 101 %: less than half a ring's height above 100 %
+        drawn.set_clip_on(False)  # the axis ends at 101 %, less than half a ring's height above 100 %
     axes.set_title(f"kept: {percent(scores[kept])} %", fontsize=9, loc="right", color=palette.int)
     axes.set_ylabel("held-out top-1 (%)")
     axes.set_xlabel("epochs")

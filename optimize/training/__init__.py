@@ -1,5 +1,5 @@
-"""The one training loop, for the baseline and for quantization-aware training.
+"""The training loop for the baseline and for quantization-aware training.
 
-In: a module, data, settings. Does: SGD with the best epoch chosen on held-out images.
-Out: the trained module, in place, and what each epoch was.
+Input: a module, data, settings. Does: trains, and chooses the best epoch on held-out images. Output: the trained
+module, in place, and the history of its epochs.
 """

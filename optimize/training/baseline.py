@@ -1,4 +1,4 @@
-"""The baseline's files: a checkpoint's weights, or weights that are trained here, and the program that they run in."""
+"""Writes the baseline's files: a checkpoint's weights, or weights that are trained here, and their program."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _SEEN = (
 _ANY_NUMBER = (
     "it must take any number of images: where squeeze() takes the batch's axis away, write flatten(1) in its place"
 )
-#: Images whose answers tell what a network ends in, and those that its program is traced with.
+#: The number of images whose answers show what a network ends in, and of those that its program is traced with.
 _EXAMPLES, _TRACED = 8, 4
-#: Of the largest logit; kernels for one image round otherwise, by less than a hundredth of this.
+#: A share of the largest logit. Kernels for one image round differently, by less than a hundredth of this.
 _ROUNDED = 1e-2
 
 
 def new_module(source: ModelSource, context: Context, ending: str = "logits") -> nn.Module:
-    """The model as its code builds it for the run's classes and image size, with random weights.
+    """Build the model from its code for the run's classes and image size, with random weights.
 
     Args:
         source: the model's architecture.
         context: data and preprocessing.
-        ending: what its forward ends in, as `ending_of` found it; the module gives the logits before that.
+        ending: the end of its forward, as `ending_of` found it. The module gives the logits before that.
 
     Raises:
-        UserError: it cannot be built, or its answer holds several tensors.
+        UserError: it cannot be built, or its answer has several tensors.
     """
     module = source.build(len(context.data.classes), context.preprocessing.crop[0])
     if source.origin in ("user", "module"):  # a library's classifiers give logits
@@ -66,7 +66,7 @@ def make_baseline(
         source: the model's architecture.
         context: data, preprocessing, device, seed.
         weights: a checkpoint, or how to train.
-        folder: where to write.
+        folder: the folder to write to.
         origin: the checkpoint's path, for messages.
 
     Raises:
@@ -83,8 +83,8 @@ def make_baseline(
         for note in bridged:
             context.listener.said(f"{origin or 'checkpoint'}: {note}")
         notes = (f"weights of a checkpoint, SHA-256 {weights.sha256}", *weights.notes, *bridged, _SEEN)
-    with torch.random.fork_rng(devices=[]):  # a forward may draw numbers, and the training has its own
-        _check_output(module.eval(), example[:_TRACED], classes)  # before hours are spent on it
+    with torch.random.fork_rng(devices=[]):  # keeps the training's random numbers
+        _check_output(module.eval(), example[:_TRACED], classes)  # before hours of training
     ending = ending_of(module, example)
     module = giving_logits(module, ending)
     probabilities: Probabilities = "sigmoid" if ending == "sigmoid" else "softmax"
@@ -111,7 +111,7 @@ def make_baseline(
 
 
 def _check_output(module: nn.Module, example: torch.Tensor, classes: int) -> None:
-    """Refuse a module that does not map ``(N, C, H, W)`` to ``(N, classes)``, or that goes by an image's neighbours."""
+    """Refuse a module that does not map ``(N, C, H, W)`` to ``(N, classes)``, or mixes the images of a batch."""
     count = len(example)
     try:
         with torch.no_grad():
@@ -129,9 +129,9 @@ def _check_output(module: nn.Module, example: torch.Tensor, classes: int) -> Non
 
 
 def _check_alone(module: nn.Module, image: torch.Tensor, logits: torch.Tensor) -> None:
-    """Refuse a module that answers a lone image ``(1, C, H, W)`` otherwise than as the first of a batch.
+    """Refuse a module that answers a single image ``(1, C, H, W)`` differently than the same image in a batch.
 
-    Most requests are of one image, and which images share a batch is chance.
+    Most requests have one image, and chance decides which images share a batch.
     """
     try:
         with torch.no_grad():
@@ -154,12 +154,12 @@ def _check_alone(module: nn.Module, image: torch.Tensor, logits: torch.Tensor) -
 
 
 def _shape(output: object) -> tuple[int, ...] | str:
-    """What a forward gave, in words for messages."""
+    """Describe a forward's output for messages."""
     return tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
 
 
 def _other_channels(module: nn.Module, channels: int) -> str:
-    """What to do where the images' channels are not those of a network's first convolution; empty where they are."""
+    """Say what to do if the images' channels do not fit a network's first convolution. Empty if they do."""
     first = next((layer for layer in module.modules() if isinstance(layer, nn.Conv2d)), None)
     if first is None or first.in_channels == channels or first.in_channels > MOST_CHANNELS:
         return ""

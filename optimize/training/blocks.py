@@ -1,8 +1,9 @@
-"""Which parts of a network are worth computing again in a backward: found by what autograd keeps of each.
+"""Finds the parts of a network to compute again in a backward, by the memory that autograd keeps for each.
 
-Of a module with submodules these are submodules; of a traced one (torch.fx), parts of its graph between which one
-tensor passes. Of all ways to choose them by their size the one is taken that leaves the least: what enters the parts,
-what is kept outside of them, and the whole of the largest, which is there again while its backward is computed.
+The parts of a module are submodules. The parts of a traced module (torch.fx) are pieces of its graph between which only
+one tensor passes. Among all choices by size, the one that keeps the least memory is taken. That memory consists of the
+inputs of the parts, the tensors outside of them, and the contents of the largest part, which exist again during its
+backward.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Found:
     """The parts of a network.
 
     Attributes:
-        module: what has them; computes the same as the network, with the same layers.
-        names: of submodules.
-        left: share of the kept memory that is left with them, as a backward begins on the largest.
+        module: the module with these parts. It computes the same as the network, with the same layers.
+        names: names of submodules.
+        left: share of the kept memory that remains, at the start of the largest part's backward.
     """
 
     module: nn.Module
@@ -34,7 +35,7 @@ class Found:
 
 
 class _Kept:
-    """Counts the bytes that autograd keeps, by who is computing; parameters and buffers are there anyway."""
+    """Counts the bytes that autograd keeps, by the computing module. Parameters and buffers do not count."""
 
     def __init__(self, module: nn.Module) -> None:
         self.bytes: Counter[str] = Counter()
@@ -42,24 +43,24 @@ class _Kept:
         self._known = {_place(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `torch.autograd.graph.saved_tensors_hooks`; what is kept keeps its place in memory."""
+        """See `torch.autograd.graph.saved_tensors_hooks`. Kept tensors keep their place in memory."""
         if _place(tensor) not in self._known:
             self._known.add(_place(tensor))
             self.bytes[self.owner] += tensor.untyped_storage().nbytes()
         return tensor
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Count within."""
+        """Count within the block."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
 
 
 def block_names(module: nn.Module, example: torch.Tensor, images: int) -> Found:
-    """The submodules of ``module`` to compute again.
+    """Return the submodules of ``module`` to compute again.
 
     Args:
         module: in training mode.
         example: a few images, at least four.
-        images: of a step; what would be kept of them is told from what is kept of the example and of half of it.
+        images: the images of a step. Their memory is extrapolated from that of the example and of half of it.
     """
     seen = _extrapolated([_by_module(module, part) for part in _twice(example)], images, len(example))
     kept, total = seen.kept, sum(seen.kept.values())
@@ -81,12 +82,12 @@ def block_names(module: nn.Module, example: torch.Tensor, images: int) -> Found:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What was seen of one forward.
+    """The memory of one forward.
 
     Attributes:
-        kept: bytes that autograd keeps, by who computed.
+        kept: bytes that autograd keeps, by the computing module or node.
         passed: bytes that enter a module, or leave a node.
-        changed: those whose entering, or leaving, values are written to later: they cannot be computed from again.
+        changed: modules or nodes whose passed values are overwritten later. They cannot be computed from again.
     """
 
     kept: Mapping[str, int]
@@ -95,7 +96,7 @@ class _Seen:
 
 
 def _extrapolated(seen: Sequence[_Seen], images: int, count: int) -> _Seen:
-    """What would be seen of ``images``, of what was seen of half of ``count`` images and of all of them."""
+    """Extrapolate to ``images`` from the memory of half of ``count`` images and of all of them."""
 
     def of_all(half: Mapping[str, int], whole: Mapping[str, int]) -> dict[str, int]:
         return {
@@ -108,7 +109,7 @@ def _extrapolated(seen: Sequence[_Seen], images: int, count: int) -> _Seen:
 
 
 def _by_module(module: nn.Module, example: torch.Tensor) -> _Seen:
-    """What is kept by the innermost module, and what enters each module that has others."""
+    """Measure the memory kept by each innermost module, and the inputs of each module that has others."""
     kept, entering, path = _Kept(module), Counter[str](), [""]
     watched: list[tuple[str, torch.Tensor, int]] = []
 
@@ -143,7 +144,7 @@ def _by_module(module: nn.Module, example: torch.Tensor) -> _Seen:
 
 
 def _written_to(watched: Sequence[tuple[str, torch.Tensor, int]]) -> frozenset[str]:
-    """Whose tensors have another version than they had."""
+    """Return the names whose tensors were written to since they were recorded."""
     return frozenset(name for name, tensor, version in watched if tensor._version != version)
 
 
@@ -156,7 +157,10 @@ def _outermost(module: nn.Module, prefix: str, wanted: set[str]) -> Iterator[str
 
 
 def segmented(module: fx.GraphModule, example: torch.Tensor, images: int) -> Found:
-    """``module`` in consecutive parts to compute again; they share its layers. Arguments as of `block_names`."""
+    """Divide ``module`` into consecutive parts to compute again. Arguments as in `block_names`.
+
+    The parts share its layers.
+    """
     seen = _extrapolated([_by_node(module, part) for part in _twice(example)], images, len(example))
     atoms = list(_atoms(module.graph, seen.changed))
     weights = [sum(seen.kept.get(node.name, 0) for node in atom) for atom in atoms]
@@ -179,7 +183,7 @@ def segmented(module: fx.GraphModule, example: torch.Tensor, images: int) -> Fou
 
 
 def _by_node(module: fx.GraphModule, example: torch.Tensor) -> _Seen:
-    """What is kept by each node, and what leaves it."""
+    """Measure the memory that each node keeps, and the size of its result."""
     kept, leaving = _Kept(module), Counter[str]()
     watched: list[tuple[str, torch.Tensor, int]] = []
 
@@ -198,9 +202,9 @@ def _by_node(module: fx.GraphModule, example: torch.Tensor) -> _Seen:
 
 
 def _atoms(graph: fx.Graph, changed: Set[str]) -> Iterator[list[fx.Node]]:
-    """The computing nodes in their order, divided where one value alone passes from what is before to what follows.
+    """Yield the computing nodes in order, divided wherever only one value passes from earlier to later nodes.
 
-    Not behind a value that is ``changed`` later.
+    There is no division after a value that is ``changed`` later.
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     place = {node: number for number, node in enumerate(nodes)}
@@ -216,7 +220,7 @@ def _atoms(graph: fx.Graph, changed: Set[str]) -> Iterator[list[fx.Node]]:
 
 
 def _twice(example: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half of some images, and all."""
+    """Return half of some images, and all of them."""
     return example[: len(example) // 2], example
 
 

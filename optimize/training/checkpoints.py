@@ -1,4 +1,4 @@
-"""How far an unfinished run has come, in a file that is always whole: it goes on from there after any end."""
+"""Writes the state of an unfinished run to a file that is always complete, so that the run can resume."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from serve.common.config import Config
 from serve.runtime.card.card import sha256_file
 
 _FILE = "training-{}.pt"
-#: How many hexadecimal digits stand behind a checkpoint: its SHA-256. torch.load (2.14) compares no checksum.
+#: The number of hexadecimal digits of the SHA-256 at the end of a checkpoint. torch.load (2.14) checks no checksum.
 _DIGEST = 64
 _AT_ONCE = 1 << 20  # bytes
 
-#: A checkpoint is written no oftener than takes this share of the time.
+#: Writing checkpoints takes at most this share of the time.
 _MOST = 0.05
 
 
 def fingerprint(module: nn.Module, config: Config, processes: int) -> str:
-    """SHA-256 over the parameters of ``module``, by their names, the settings and how many processes train.
+    """Return the SHA-256 over the parameters of ``module`` with names, the settings and the number of processes.
 
-    Another number of processes has other parts of the batches: it does not go on where these were.
+    With another number of processes the parts of the batches differ, so that a run cannot resume from these.
 
     Returns:
         16 hexadecimal digits of it.
@@ -42,10 +42,10 @@ def fingerprint(module: nn.Module, config: Config, processes: int) -> str:
 
 
 def load_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give ``module`` the state of one like it, in this process or another.
+    """Load into ``module`` the state of an equal module from this process or another.
 
-    A graph module comes out of a pickle without the second names of modules that it has under two (torch 2.14): they
-    are given their state under the first.
+    A graph module loses the second name of a shared module when it is unpickled (torch 2.14). Such a module gets its
+    state under the first name.
 
     Raises:
         ValueError: the state lacks a parameter of the module.
@@ -56,14 +56,14 @@ def load_state(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one run; each takes the place of the one before.
+    """The checkpoints of one run. Each replaces the previous one.
 
     Args:
-        folder: where; it belongs to what is being made, by its key, so that a run with another setting finds none.
-            None: nothing is kept.
-        start: what is trained and how, as `fingerprint` has it: more than one may be trained for one object.
-        seconds: how long after one the next is due; 0: at each step.
-        listener: told what cannot be written or read.
+        folder: the folder. It belongs to one object by its key, so that a run with another setting finds no checkpoint.
+            None: nothing is written.
+        start: identifies the training by `fingerprint`, because one object may need several trainings.
+        seconds: seconds from one checkpoint to the next. 0: at each step.
+        listener: receives a message if a checkpoint cannot be written or read.
     """
 
     def __init__(self, folder: Path | None, start: str, seconds: float, listener: Listener) -> None:
@@ -75,13 +75,13 @@ class Checkpoints:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for one."""
+        """Return whether it is time for a checkpoint."""
         return self._folder is not None and time.monotonic() >= self._next
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write tensors and plain values, so that a process that is killed at any moment leaves this or the last one.
+        """Write tensors and plain values. If the process is killed, this or the previous checkpoint is complete.
 
-        A disk that is full stops no training: it is said once, and no other is tried.
+        A full disk does not stop the training. It is reported once, and no further checkpoint is tried.
         """
         if self._folder is None:
             return
@@ -93,7 +93,7 @@ class Checkpoints:
             torch.save(state, temporary)
             _append_digest(temporary)
             temporary.replace(path)
-        except (OSError, RuntimeError) as error:  # torch.save's own for a full disk (2.14)
+        except (OSError, RuntimeError) as error:  # torch.save has its own exception for a full disk (2.14)
             self._listener.said(f"no checkpoint can be written, and training goes on without: {str(error)[:200]}")
             self._folder = None
         finally:
@@ -104,7 +104,7 @@ class Checkpoints:
         self._next = now + max(self._seconds, least)
 
     def load(self) -> dict[str, Any] | None:
-        """What was saved last; None if nothing was, or it cannot be read: then training begins anew."""
+        """Return the last checkpoint. None if there is none or it cannot be read, so that training starts again."""
         if self._folder is None or not (self._folder / self._file).is_file():
             return None
         for left in self._folder.glob(f".{self._file}.*"):
@@ -118,20 +118,20 @@ class Checkpoints:
         return state
 
     def forget(self) -> None:
-        """Remove what was saved."""
+        """Remove the checkpoint."""
         if self._folder is not None:
             (self._folder / self._file).unlink(missing_ok=True)
 
 
 def _append_digest(path: Path) -> None:
-    """Write a file's SHA-256 behind its content."""
+    """Append a file's SHA-256 to it."""
     digest = sha256_file(path)
     with path.open("ab") as stream:
         stream.write(digest.encode())
 
 
 def _check_digest(path: Path) -> None:
-    """See that a file is as `_append_digest` left it.
+    """Check that a file is as `_append_digest` left it.
 
     Raises:
         ValueError: it was changed, or cut off.

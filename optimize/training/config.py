@@ -1,4 +1,4 @@
-"""How a network is trained: the settings, whose defaults adapt to the optimizer that is chosen."""
+"""The settings of training. Their defaults depend on the chosen optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ C = TypeVar("C", bound=Config)
 
 
 def by_optimizer(*, sgd: float | None, adamw: float | None) -> Callable[[dict[str, Any]], Any]:
-    """A default that depends on the optimizer, for fields behind it."""
+    """Return a default that depends on the optimizer, for fields after it."""
     usual = {"sgd": sgd, "adamw": adamw}
     return lambda others: usual.get(others.get("optimizer", "sgd"))
 
@@ -26,7 +26,7 @@ def by_optimizer(*, sgd: float | None, adamw: float | None) -> Callable[[dict[st
 class TrainingConfig(Config):
     """Settings of a training run: warm-up, then cosine (one cycle), with the best epoch kept."""
 
-    model_config = ConfigDict(title="Training")  # as users know it
+    model_config = ConfigDict(title="Training")  # the name that users know
     described_by = "opt.Training"
 
     epochs: int = Field(default=8, ge=1, description="passes over the training images")
@@ -126,7 +126,7 @@ class TrainingConfig(Config):
     @field_validator("augment", mode="before")
     @classmethod
     def _in_words(cls, value: object) -> object:
-        """A truth value as a word, so that what means the same is the same."""
+        """Replace a truth value by a word, so that equal settings are equal."""
         return {True: "data", False: "none"}[value] if isinstance(value, bool) else value
 
     @model_validator(mode="after")
@@ -147,12 +147,12 @@ class TrainingConfig(Config):
         return self
 
     def augmentation(self, data: ImageData) -> Augmentation:
-        """What is done to the training images of ``data``."""
+        """Return the random changes for the training images of ``data``."""
         return data.augment if self.augment == "data" or isinstance(self.augment, bool) else self.augment
 
 
 class Retraining(TrainingConfig):
-    """Settings of a training of a network that was trained before: shorter, and with smaller steps."""
+    """Settings for training a trained network again: shorter, and with smaller steps."""
 
     epochs: int = Field(default=3, ge=1, description="passes over the training images")
     learning_rate: float = Field(
@@ -163,23 +163,23 @@ class Retraining(TrainingConfig):
 
 
 def trainings(config: Config) -> dict[str, TrainingConfig]:
-    """The settings of trainings in a pass's: itself by the name ``""``, those within it by the settings' names."""
+    """Return a pass's settings of trainings: its own under the name ``""``, nested ones under their names."""
     within = {name: getattr(config, name) for name in type(config).model_fields}
     return {name: part for name, part in {"": config, **within}.items() if isinstance(part, TrainingConfig)}
 
 
 def trains(config: Config) -> bool:
-    """Whether settings are those of a training of an epoch at least, or have such settings within them."""
+    """Return whether settings contain a training of at least one epoch."""
     return any(training.epochs > 0 for training in trainings(config).values())
 
 
 def distillations(config: Config) -> list[Distil]:
-    """What is learned from a teacher in the trainings of a pass."""
+    """Return the settings of learning from a teacher in the trainings of a pass."""
     return [part.distil for part in trainings(config).values() if part.distil is not None]
 
 
 def in_words(config: C) -> C:
-    """The same settings with a teacher's name in its place: what can be written down and sent to other processes."""
+    """Return the settings with a teacher's name in its place. They can be stored and sent to other processes."""
     update: dict[str, Any] = {}
     for holder, training in trainings(config).items():
         if training.distil is not None:
@@ -189,7 +189,7 @@ def in_words(config: C) -> C:
 
 
 def inputs(config: Config) -> dict[str, Any]:
-    """The settings as inputs of a key, JSON values: without the teacher, whose name is none."""
+    """Return the settings as inputs of a key, as JSON values, without the teacher, whose name is not an input."""
     settings = config.model_dump(mode="json")
     for holder, training in trainings(config).items():
         if training.distil is not None:

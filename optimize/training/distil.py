@@ -1,6 +1,6 @@
-"""What a network learns from a teacher, as settings of its training: whose answers, how soft, and which of its layers.
+"""The settings of learning from a teacher: which teacher, how soft its answers are, and which of its layers.
 
-The loss of a step is (Hinton et al. 2015, arXiv:1503.02531, section 2; the last part after Romero et al. 2015,
+The loss of a step is (Hinton et al. 2015, arXiv:1503.02531, section 2. The last part follows Romero et al. 2015,
 arXiv:1412.6550)::
 
     (1 - weight) * cross-entropy with the labels
@@ -27,7 +27,7 @@ _FORMS = "self, the name of an artifact, or a model with its weights: {model: re
 
 
 class TeacherModel(Config):
-    """A teacher that is no artifact: a model with its weights."""
+    """A teacher that is not an artifact: a model with its weights."""
 
     model_config = ConfigDict(title="teacher")
 
@@ -52,7 +52,7 @@ class TeacherModel(Config):
 
 
 def _teacher(given: object) -> object:
-    """What teaches: a word, a model, or an artifact, also as what holds one (``artifact``), as variants do."""
+    """Return the teacher: a word, a model or an artifact. Variants are accepted by their ``artifact``."""
     given = getattr(given, "artifact", given)
     if isinstance(given, Mapping):
         return TeacherModel(**{str(name): value for name, value in given.items()})
@@ -70,7 +70,7 @@ def _in_words(teacher: str | TeacherModel | Artifact | nn.Module) -> Any:
 
 
 def _pairs(given: object) -> object:
-    """Names that student and teacher share, as pairs."""
+    """Turn names that student and teacher share into pairs."""
     if isinstance(given, list | tuple) and all(isinstance(name, str) for name in given):
         return {name: name for name in given}
     return given
@@ -110,7 +110,7 @@ class Distil(Config):
 
     @property
     def named(self) -> str:
-        """What people call the teacher."""
+        """Return the teacher's name for messages."""
         return self.teacher.model if isinstance(self.teacher, TeacherModel) else str(_in_words(self.teacher))
 
     @model_validator(mode="after")
@@ -121,5 +121,5 @@ class Distil(Config):
 
 
 def as_distil(given: object) -> object:
-    """A teacher alone as the settings that it stands for."""
+    """Turn a teacher alone into settings with that teacher."""
     return given if given is None or isinstance(given, Distil | Mapping) else {"teacher": given}

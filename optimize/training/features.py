@@ -1,7 +1,7 @@
-"""Values within networks, by the names of torch.fx nodes: those of a student beside those of its teacher.
+"""Reads values within networks by the names of torch.fx nodes, for a student and its teacher.
 
-No hooks: the graph that is trained has them as outputs, so that they are copied, pickled and shared by processes with
-it.
+No hooks are used. The trained graph has the values as outputs, so that they are copied, pickled and shared by processes
+with it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from optimize.errors import PassError
 from optimize.tracing.trace import graph_as_is
 from serve.runtime.errors import UserError, did_you_mean, listed, one_line
 
-#: What a graph with features gives: logits ``(N, classes)``, and the values in the order of their names.
+#: The output of a graph with features: logits ``(N, classes)``, and the values in the order of their names.
 Outputs = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 
 
 def _graph(module: nn.Module, whose: str, example: torch.Tensor, *, training: bool = False) -> fx.Graph:
-    """The graph whose nodes features name."""
+    """Return the graph whose nodes features name."""
     try:
         return graph_as_is(module, example, training=training)
     except PassError as error:
@@ -32,16 +32,16 @@ def _graph(module: nn.Module, whose: str, example: torch.Tensor, *, training: bo
 def with_features(
     graph: fx.Graph, names: Sequence[str], whose: str, known: Mapping[str, str] | None = None
 ) -> fx.Graph:
-    """A graph that gives `Outputs`.
+    """Return a graph that gives `Outputs`.
 
     Args:
-        graph: one that gives logits; it stays as it is.
-        names: of nodes whose values are wanted.
-        whose: it is, for messages: ``the student``.
-        known: by what may be named, what it is called in this graph; None: every node by its own name.
+        graph: a graph that gives logits. It is not changed.
+        names: names of the nodes whose values are returned.
+        whose: the graph's owner, for messages: ``the student``.
+        known: maps allowed names to names in this graph. None: every node by its own name.
 
     Raises:
-        UserError: there is no such node; the nearest are named.
+        UserError: a node does not exist. The message suggests the nearest names.
     """
     graph = copy.deepcopy(graph)
     nodes = {node.name: node for node in graph.nodes if node.op != "output"}
@@ -63,16 +63,16 @@ def with_features(
 
 
 def _shapes(module: nn.Module, graph: fx.Graph, names: Sequence[str], images: torch.Tensor) -> list[torch.Size]:
-    """The shapes of a graph's features.
+    """Return the shapes of a graph's features.
 
     Args:
-        module: whose graph it is; a copy of it is run, because observers and norms notice what they see.
+        module: the graph's module. A copy of it runs, because observers and norms are changed by their inputs.
         graph: see `with_features`.
-        names: of the features.
+        names: names of the features.
         images: ``float32 (N, C, H, W)`` on the CPU.
 
     Raises:
-        UserError: a node's value is no tensor, or none with a row for each image.
+        UserError: a node's value is not a tensor, or has no row for each image.
     """
     try:
         with torch.no_grad():
@@ -88,15 +88,15 @@ def _shapes(module: nn.Module, graph: fx.Graph, names: Sequence[str], images: to
 def projections(
     features: Mapping[str, str], student: Sequence[torch.Size], teacher: Sequence[torch.Size]
 ) -> list[nn.Module]:
-    """What gives each feature of a student the width of its teacher's: a learned 1x1 convolution, or nothing.
+    """Return what maps each feature of a student to the teacher's width: a learned 1x1 convolution, or nothing.
 
-    The regressor of FitNets (Romero et al. 2015, arXiv:1412.6550, section 2.2) as a 1x1 convolution. Of maps
-    ``(N, C, H, W)`` the width is the second dimension, of anything else the last.
+    This is the regressor of FitNets (Romero et al. 2015, arXiv:1412.6550, section 2.2) as a 1x1 convolution. The width
+    is the second dimension of maps ``(N, C, H, W)``, and the last of anything else.
 
     Args:
         features: names in the student and in the teacher.
-        student: shapes there.
-        teacher: shapes there.
+        student: shapes in the student.
+        teacher: shapes in the teacher.
 
     Raises:
         UserError: shapes differ in more than the width.
@@ -125,7 +125,7 @@ class Matched:
 
     Attributes:
         student: its graph, which gives `Outputs`.
-        teacher: likewise, as a module.
+        teacher: the same for the teacher, as a module.
         projections: from the student's widths to the teacher's.
     """
 
@@ -141,17 +141,17 @@ def match(
     images: torch.Tensor,
     nodes: Mapping[str, str] | None = None,
 ) -> Matched:
-    """The features of two networks, checked.
+    """Return the features of two networks after checking them.
 
     Args:
-        student: what is trained.
+        student: the network that is trained.
         teacher: in eval mode, on the CPU.
         features: names of the student's nodes, and the teacher's for each.
         images: a few, ``float32 (N, C, H, W)`` on the CPU.
-        nodes: see `with_features`, of the student.
+        nodes: see `with_features`, for the student.
 
     Raises:
-        UserError: there is no such node, or the shapes do not fit.
+        UserError: a node does not exist, or the shapes do not fit.
     """
     own, others = list(features), list(features.values())
     ours = with_features(_graph(student, "the student", images, training=True), own, "the student", nodes)
@@ -165,9 +165,9 @@ def _each(shape: torch.Size) -> str:
 
 
 class Student(nn.Module):
-    """A network that is trained, with its features in the teacher's widths.
+    """A network in training, with its features in the teacher's widths.
 
-    Its layers are the network's own, and so are their weights; the projections are its only parameters beside them.
+    Its layers are the network's own, and so are their weights. The projections are its only other parameters.
     """
 
     def __init__(self, module: nn.Module, graph: fx.Graph, projections: nn.ModuleList) -> None:
@@ -182,10 +182,10 @@ class Student(nn.Module):
 
 
 def relative_error(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """The squared distance of each image's feature from the teacher's, relative to its square; the mean of images.
+    """Return the squared distance of each image's feature from the teacher's, relative to its square, as a mean.
 
-    Of no unit, so that layers of any scale weigh alike; of each image by itself, so that it does not matter how a
-    batch is divided.
+    It has no unit, so that layers of any scale have equal weight. Each image counts by itself, so that the division of
+    a batch does not matter.
     """
     distance = (student - teacher).square().flatten(1).sum(1)
     return (distance / teacher.square().flatten(1).sum(1).clamp_min(1e-12)).mean()

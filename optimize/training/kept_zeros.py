@@ -1,4 +1,4 @@
-"""Weights that are zero when a training begins, and stay zero through it: what a pruning has taken stays taken."""
+"""Keeps weights at zero through a training if they are zero at its start, so that pruned weights stay pruned."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from optimize.errors import PassError
 
 
 class Zeros:
-    """The zeros among the weights of a module's convolutions and linear layers, as they are now.
+    """The present zeros among the weights of a module's convolutions and linear layers.
 
-    A weight of zero that gets no gradient stays zero by SGD with momentum and decay, and by Adam; so does its average.
+    A weight of zero without a gradient stays zero with SGD with momentum and decay, and with Adam. So does its average.
 
     Args:
-        module: on the device that it is trained on. What torch.ao prepares for training are such layers, too.
+        module: on the device of its training. Modules that torch.ao prepares for training are such layers too.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -28,17 +28,17 @@ class Zeros:
         self._zeros = {name: weight.detach() == 0 for name, weight in self._weights.items()}
 
     def drop_gradients(self) -> None:
-        """Take away their gradients, after a backward pass and before the step."""
+        """Remove their gradients, after a backward pass and before the step."""
         for name, weight in self._weights.items():
             if weight.grad is not None:
-                # Not a product: FP16's gradients may be infinite, and zero times that is NaN.
+                # Not a product: FP16 gradients may be infinite, and zero times infinity is NaN.
                 weight.grad.masked_fill_(self._zeros[name], 0.0)
 
     def check(self) -> None:
-        """See that all are zero still.
+        """Check that all are still zero.
 
         Raises:
-            PassError: something else has moved one.
+            PassError: something else has changed one.
         """
         for name, weight in self._weights.items():
             if bool(weight.detach()[self._zeros[name]].any()):

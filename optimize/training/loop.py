@@ -1,8 +1,8 @@
-"""The one training loop: for the baseline, for quantization-aware training, for what was pruned.
+"""The training loop: for the baseline, for quantization-aware training, and after pruning.
 
-The best epoch is chosen on images held out of the training split, never on those that accuracy is
-reported on: choosing on them would flatter the result. A run that was interrupted goes on where its last checkpoint
-was written, and ends with the weights that it would have had.
+The best epoch is chosen on images held out of the training split. It is never chosen on those that accuracy is reported
+on, because that would make the result look better. An interrupted run resumes from its last checkpoint, and ends with
+the same weights as without the interruption.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from optimize.training.tensorboard_events import Events
 from serve.runtime.errors import UserError
 from serve.runtime.images.image_preprocessing import normalise
 
-#: At most so many points has a training's curve, but one for each epoch at least.
+#: The most points of a training's curve. It has at least one for each epoch.
 _POINTS = 200
 
 
@@ -63,15 +63,15 @@ def train(
 
     Args:
         module: maps ``float32 (N, C, H, W)`` to logits ``(N, classes)``.
-        context: data, device and seed; where the run keeps how far it has come.
+        context: data, device and seed, and the folder for the run's checkpoints.
         config: see `TrainingConfig`.
-        set_mode: called after the module was put into training mode (True) or eval mode (False), with the
-            epoch's number from 0, for modules with more modes than those two.
-        from_start: whether the module as it comes is kept where no epoch is better: for one that is trained already.
-        keep_zeros: whether weights of its layers that are zero as it comes stay zero: for one that was pruned.
-        penalty: what pulls weights beside the loss. With one the last epoch is kept, because it has pulled longest.
-        nodes: what a teacher's features may name, and what that is called in the module's graph, where the module was
-            made of the network that users know; None: the graph's nodes by their names.
+        set_mode: called after the module was put into training mode (True) or eval mode (False), with the epoch's
+            number from 0. For modules with further modes.
+        from_start: whether the initial module is kept if no epoch is better: for a trained one.
+        keep_zeros: whether weights that are zero at the start stay zero: for a pruned one.
+        penalty: pulls weights besides the loss. With a penalty the last epoch is kept, because it was pulled longest.
+        nodes: maps names that a teacher's features may use to names in the module's graph, if the module was made from
+            the network that users know. None: the graph's nodes by their names.
 
     Raises:
         PassError: the loss became NaN or infinite.
@@ -90,7 +90,7 @@ def train(
 
 
 class _Run:
-    """One training run: what it works with, and how far it has come."""
+    """One training run: its tools and its progress."""
 
     def __init__(self, module: nn.Module, context: Context, config: TrainingConfig, manner: Manner) -> None:
         self.module, self.context, self.config, self.manner = module, context, config, manner
@@ -123,18 +123,18 @@ class _Run:
 
     @property
     def done(self) -> int:
-        """How many steps are."""
+        """Return the number of steps that are done."""
         return self.progress.epoch * len(self.batches) + self.progress.place
 
     def carried_out(self) -> TrainingResult:
-        """All epochs that are left, and the best of them kept."""
-        # Of several processes the first keeps them, and some may be on hosts that do not have its folder.
+        """Train all remaining epochs, and keep the best."""
+        # With several processes the first has the checkpoints. Some may be on hosts without its folder.
         saved = group.of_the_first(self.checkpoints.load() if group.rank() == 0 else None)
         random = self._go_on(saved) if saved is not None else None
         with group.timed(self.stopwatch), self.events.opened(self.done), self._checkpointed():
             if saved is None and self.manner.from_start:
                 self._judge(None)
-            self.stopwatch.taken()  # what was until here is of no epoch
+            self.stopwatch.taken()  # the time until here belongs to no epoch
             for number in range(self.progress.epoch, math.ceil(self.steps / len(self.batches))):
                 self._epoch(number, random)
                 random = None
@@ -163,19 +163,19 @@ class _Run:
         return checkpointed(self.module, self.context.example, images, self.device)
 
     def _epoch(self, number: int, random: dict[str, Any] | None) -> None:
-        """The rest of an epoch, and its judgement."""
+        """Train the rest of an epoch, and judge it."""
         self._set_mode(number, training=True)
         progress, said = self.progress, f"epoch {number + 1}/{self.config.epochs}"
-        if random is not None:  # from here on random numbers are drawn
+        if random is not None:  # random numbers are drawn from here on
             restore_random_states(random, self.device)
         for batch in self.batches.placed(number, progress.place):
             step = number * len(self.batches) + batch.place
             if step >= self.steps:
                 break
-            # What all must know of all: how many images each has, and whether the first wants a checkpoint now.
+            # All processes must know how many images each has, and whether the first needs a checkpoint now.
             known = group.numbers(len(batch.rows), self.checkpoints.due, device=self.device)
             counts = [images for images, _ in known]
-            if min(counts):  # or a process has no image of this batch that can be read
+            if min(counts):  # otherwise a process has no readable image of this batch
                 self._step(step, batch, Draws(self.context.seed, number, batch.rows), counts)
             progress.place = batch.place + 1
             if progress.place % self.stride == 0:
@@ -195,7 +195,7 @@ class _Run:
         progress.next_epoch()
 
     def _point(self) -> None:
-        """Keep the mean loss of the steps since the last point.
+        """Record the mean loss of the steps since the last point.
 
         Raises:
             PassError: it is not finite.
@@ -223,9 +223,9 @@ class _Run:
 
     @contextlib.contextmanager
     def _told_of_weights(self) -> Iterator[None]:
-        """Within the block the network is run, which fails in words of its own where a weight is no number.
+        """Explain a failure of the network within the block if a weight is not finite.
 
-        torch's fake quantizers (2.11 to 2.14) say of a range that is NaN that a zero-point lies outside it.
+        For a range that is NaN, torch's fake quantizers (2.11 to 2.14) complain about a zero-point outside the range.
 
         Raises:
             PassError: it failed, and a weight is NaN or infinite.
@@ -243,7 +243,7 @@ class _Run:
             raise
 
     def _step(self, step: int, batch: Placed, draws: Draws, counts: list[int]) -> None:
-        """One step of the optimizer, on a part of a batch; ``counts`` are the images in each process's."""
+        """Take one step of the optimizer on a part of a batch. ``counts`` are the numbers of images in each process."""
         config, device = self.config, self.device
         images = augment(batch.images.to(device, non_blocking=True), self.augmentation, draws)
         images = transform(images, draws, crop_scale=config.crop_scale, trivial=config.trivial_augment)
@@ -255,16 +255,16 @@ class _Run:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         self.stopwatch.to("compute")
         self.optimizer.zero_grad(set_to_none=True)
-        # Two images at least, for norms in training; and as many pieces in each process.
+        # At least two images, for norms in training, and equally many pieces in each process.
         pieces = max(1, min(config.accumulate, min(counts) // 2))
         divided = zip(*(each.tensor_split(pieces) for each in (inputs, targets, batch.rows)), strict=True)
         for number, piece in enumerate(map(Piece._make, divided), start=1):
             with self._told_of_weights(), self.forward.unsynchronised(number < pieces, batch.copies):
                 loss = self.objective.loss(self.precision.forward(self.forward.module, piece.inputs), piece)
-                # Of the whole batch's mean, which is the mean of the processes' gradients.
+                # The mean over the whole batch, which is the mean of the processes' gradients.
                 weight = len(piece.targets) * len(counts) / sum(counts)
                 self.precision.backward(loss if weight == 1 else loss * weight)
-                self.stopwatch.to("compute")  # it may have ended with waiting for the others
+                self.stopwatch.to("compute")  # the backward may have ended with waiting for the others
             self.progress.loss += loss.detach() * (len(piece.targets) / batch.copies)
         self.progress.images += len(targets) / batch.copies
         self.precision.unscale(self.optimizer)
@@ -281,13 +281,14 @@ class _Run:
         self.stopwatch.to("data")
 
     def _judge(self, number: int | None) -> float:
-        """Top-1 on the held-out images after an epoch, or before the first (None); what is best is kept."""
+        """Compute top-1 on the held-out images after an epoch, or before the first (None), and keep the best state."""
         progress = self.progress
         with self.average.applied() if self.average is not None else contextlib.nullcontext():
             self._set_mode(number or 0, training=False)
             with self._told_of_weights():
                 score = top1(self.module, self.validation, self.context)
-            # The later of two equal epochs has seen more; what was trained already is left only for something better.
+            # The later of two equal epochs has seen more images. A trained initial network is replaced only by a better
+            # one.
             pulled = self.manner.penalty is not None and number is not None
             if pulled or score > progress.reached or (progress.best is not None and score == progress.reached):
                 progress.best, progress.reached = number, score
@@ -302,7 +303,7 @@ class _Run:
             self.manner.set_mode(self.module, number, training)
 
     def _save(self) -> None:
-        """Keep all that it takes to go on from here; what each process has of its own comes to the first."""
+        """Write a checkpoint. The first process gets the others' own states for it."""
         self.progress.times += self.stopwatch.taken()
         own = {
             "random": random_states(self.device),
@@ -323,10 +324,10 @@ class _Run:
             self.checkpoints.save(state)
 
     def _go_on(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Be where `_save` was.
+        """Restore the state of `_save`.
 
         Returns:
-            The random states, for when nothing that follows here draws from them any more.
+            The random states, to be restored when no further preparation draws random numbers.
         """
         self.progress = Progress.of_state(saved["progress"], self.device)
         load_state(self.module, saved["module"])
@@ -345,7 +346,7 @@ class _Run:
 
 
 def top1(module: nn.Module, batches: Loader, context: Context) -> float:
-    """Share of images that ``module``, in eval mode, classifies right; over the batches of all processes."""
+    """Return the share of images that ``module``, in eval mode, classifies right, over the batches of all processes."""
     right = count = 0
     with torch.no_grad():
         for images, labels in batches:
@@ -357,7 +358,7 @@ def top1(module: nn.Module, batches: Loader, context: Context) -> float:
 
 
 def _loaders(fit: Split, held: Split, context: Context, config: TrainingConfig) -> tuple[Loader, Loader]:
-    """What is trained on, in another order each epoch, and what the best epoch is chosen on."""
+    """Return the loader of the training images, in another order each epoch, and that of the held-out images."""
     unreadable: dict[str, Any] = {
         "device": context.device,
         "skip_unreadable": config.skip_unreadable,
@@ -369,6 +370,6 @@ def _loaders(fit: Split, held: Split, context: Context, config: TrainingConfig) 
     batches = loader(
         fit, preprocessing, batch_size=config.batch_size, shuffle=True, seed=context.seed, share=share, **unreadable
     )
-    # Every so many-th, and none twice: the counts of right answers are added up.
+    # Each process takes every n-th image, because the counts of right answers are added up.
     mine = part(held, np.arange(len(held))[share[0] :: share[1]]) if group.together() else held
     return batches, loader(mine, preprocessing, batch_size=256, scratch=context.scratch, **unreadable)

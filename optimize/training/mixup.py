@@ -1,4 +1,4 @@
-"""mixup (Zhang et al. 2018, arXiv:1710.09412): pairs of images, and their labels, in random proportions."""
+"""mixup (Zhang et al. 2018, arXiv:1710.09412): mixes pairs of images, and their labels, in random proportions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import nn
 
 from optimize.data.random_draws import Draws
 
-# Not torchvision's v2.MixUp (0.29): it draws one proportion for all of a batch, from the process's generator, and mixes
-# across the whole batch, of which one of several processes has a part.
+# Not torchvision's v2.MixUp (0.29). It draws one proportion for all of a batch, from the process's generator. It also
+# mixes across the whole batch, although each of several processes has only a part.
 
 _DRAW = 9
 
@@ -17,19 +17,19 @@ _DRAW = 9
 def mixed(
     inputs: torch.Tensor, labels: torch.Tensor, classes: int, alpha: float, draws: Draws
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mix the images of a batch in pairs, each with the one beside it: the order is random already.
+    """Mix the images of a batch in pairs, each with its neighbour: the order is already random.
 
-    Neighbours and not any two of the batch, so that a process that has a part of it mixes as one that has it all.
+    Neighbours are mixed, so that a process with a part of the batch mixes the same pairs as one with all of it.
 
     Args:
         inputs: ``float32 (N, C, H, W)``.
         labels: ``int64 (N,)``.
-        classes: how many there are.
-        alpha: both parameters of the Beta distribution that a pair's proportion is drawn from.
-        draws: the random numbers of these images; a pair takes its first one's.
+        classes: the number of classes.
+        alpha: both parameters of the Beta distribution of a pair's proportion.
+        draws: the random numbers of these images. A pair takes its first one's.
 
     Returns:
-        The mixed images, and each label's share, ``float32 (N, classes)``; an odd last image stays as it is.
+        The mixed images, and each label's share, ``float32 (N, classes)``. An odd last image stays unchanged.
     """
     pairs = len(labels) // 2
     words = draws.words(_DRAW)[: 2 * pairs : 2].tolist()

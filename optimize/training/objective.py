@@ -1,4 +1,4 @@
-"""What a training step makes smaller: the cross-entropy with the labels, and with a teacher what `Distil` says."""
+"""The objective that a training step minimises: the cross-entropy with the labels, and `Distil` with a teacher."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Piece(NamedTuple):
 
     Attributes:
         inputs: ``float32 (N, C, H, W)``, as the student sees them: changed, mixed, normalised for it.
-        targets: labels ``int64 (N,)``, or shares ``float32 (N, classes)`` where images are mixed.
-        rows: of the images that are trained on, ``int64 (N,)``, on the CPU.
+        targets: labels ``int64 (N,)``, or shares ``float32 (N, classes)`` if images are mixed.
+        rows: rows of the training images, ``int64 (N,)``, on the CPU.
     """
 
     inputs: torch.Tensor
@@ -38,10 +38,10 @@ class Piece(NamedTuple):
 
 
 class Objective:
-    """The cross-entropy with the labels; of a network that ends in a sigmoid, each class's own.
+    """The cross-entropy with the labels. For a network that ends in a sigmoid, it is the binary one of each class.
 
     Attributes:
-        own: what is trained beside the network and left behind; it has parameters or not.
+        own: a module that is trained with the network and dropped afterwards. It may have no parameters.
         notes: for the artifact's card.
     """
 
@@ -52,25 +52,25 @@ class Objective:
         self.own = nn.ModuleList()
 
     def student(self, module: nn.Module) -> nn.Module:
-        """What gives of a network that is trained all that `loss` takes; its layers are the network's own."""
+        """Return a module that gives everything that `loss` needs. Its layers are the network's own."""
         return module
 
     def loss(self, outputs: Any, piece: Piece) -> torch.Tensor:
-        """The mean over a piece's images; ``outputs`` are the student's, in float32."""
+        """Return the mean over a piece's images. ``outputs`` are the student's, in float32."""
         return label_loss(outputs, piece.targets, self._probabilities, self._smoothing)
 
 
 def label_loss(
     logits: torch.Tensor, targets: torch.Tensor, probabilities: Probabilities, smoothing: float = 0.0
 ) -> torch.Tensor:
-    """The cross-entropy of logits with labels in nats, the mean over images.
+    """Return the cross-entropy of logits with labels in nats, the mean over images.
 
-    Where each class has a probability of its own it is the binary one, summed over the classes.
+    If each class has a probability of its own, it is the binary one, summed over the classes.
 
     Args:
         logits: ``(N, classes)``.
         targets: labels ``int64 (N,)``, or shares ``float32 (N, classes)``.
-        probabilities: what the logits become.
+        probabilities: how logits become probabilities.
         smoothing: share of each target that is spread over all classes.
     """
     if probabilities == "softmax":
@@ -83,11 +83,11 @@ def label_loss(
 def soft_loss(
     student: torch.Tensor, teacher: torch.Tensor, temperature: float, probabilities: Probabilities = "softmax"
 ) -> torch.Tensor:
-    """``T**2 KL(teacher || student)`` of softened logits ``(N, classes)``, the mean over images in nats.
+    """Return ``T**2 KL(teacher || student)`` of softened logits ``(N, classes)``, the mean over images in nats.
 
-    Hinton et al. 2015 (arXiv:1503.02531), section 2: multiplied by ``T**2``, its gradients stay as large as those of
-    the labels whatever the temperature. Where each class has a probability of its own it is the binary cross-entropy
-    with the teacher's.
+    Hinton et al. 2015 (arXiv:1503.02531), section 2. The factor ``T**2`` keeps its gradients as large as those of the
+    labels at any temperature. If each class has a probability of its own, it is the binary cross-entropy with the
+    teacher's.
     """
     if probabilities == "sigmoid":
         return label_loss(student / temperature, (teacher / temperature).sigmoid(), probabilities) * temperature**2
@@ -96,18 +96,18 @@ def soft_loss(
 
 
 class Distillation(Objective):
-    """The labels, and what a teacher answers to the same images; see `Distil` for the sum.
+    """The loss with the labels and with a teacher's answers to the same images; see `Distil` for the sum.
 
     Args:
-        module: the student, as it is trained.
-        context: data, device, listener; the teacher, and where its answers are kept.
-        config: has a teacher.
-        fit: the images that are trained on.
-        precision: that a step is computed with.
-        nodes: by what settings may name, what it is called in the student's graph; None: every node by its name.
+        module: the student in training.
+        context: data, device, listener, the teacher, and the store for its answers.
+        config: settings with a teacher.
+        fit: the training images.
+        precision: the precision of a step.
+        nodes: maps names in settings to names in the student's graph. None: every node by its name.
 
     Raises:
-        UserError: the teacher has other classes, a feature is none, or its shapes do not fit.
+        UserError: the teacher has other classes, a feature does not exist, or its shapes do not fit.
         PassError: the teacher answers with NaN.
     """
 
@@ -131,7 +131,7 @@ class Distillation(Objective):
         if features:
             matched = match(module, asked, features, example, nodes)
             self._graph, self.own, asked = matched.student, matched.projections, matched.teacher
-        # A copy: it may teach again, and is on the CPU then.
+        # A copy, because the teacher may teach again, from the CPU.
         self._asked = copy.deepcopy(asked).to(context.device).eval().requires_grad_(False)
         self._kept = None
         changes = (*changing(config, context), *(["features"] if features else []))
@@ -145,7 +145,7 @@ class Distillation(Objective):
         return Student(module, self._graph, self.own) if self._settings.features else module
 
     def loss(self, outputs: Any, piece: Piece) -> torch.Tensor:
-        """See `Objective`; a teacher is shown the piece's images as they are, mixed ones too."""
+        """See `Objective`. The teacher gets the same images as the student, including mixed ones."""
         settings = self._settings
         logits, values = outputs if settings.features else (outputs, ())
         wanted, others = self._answers(piece)
@@ -160,7 +160,7 @@ class Distillation(Objective):
         return torch.stack(parts).sum()
 
     def _answers(self, piece: Piece) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The teacher's logits and its features of a piece."""
+        """Return the teacher's logits and its features of a piece."""
         if self._kept is not None:
             return torch.from_numpy(self._kept[piece.rows.numpy()]).to(piece.inputs.device), ()
         given = self._answer(piece.inputs)
@@ -168,7 +168,7 @@ class Distillation(Objective):
 
     @torch.no_grad()
     def _answer(self, inputs: torch.Tensor) -> Any:
-        """The teacher's logits, and with features `Outputs`; ``inputs`` are normalised for the student."""
+        """Return the teacher's logits, with features as `Outputs`. ``inputs`` are normalised for the student."""
         images = self._teacher.renormalised(inputs, self._context.preprocessing)
         return self._precision.forward(self._asked, images)
 
@@ -177,8 +177,8 @@ def check_answers(teacher: Teacher, context: Context, images: torch.Tensor) -> N
     """Refuse a teacher that does not answer a student's images with a logit for each of its classes.
 
     Args:
-        teacher: who is asked.
-        context: of the student.
+        teacher: the teacher.
+        context: the student's context.
         images: normalised for the student, ``float32 (N, C, H, W)`` on the CPU.
 
     Raises:
@@ -203,7 +203,7 @@ def check_answers(teacher: Teacher, context: Context, images: torch.Tensor) -> N
 
 
 def _note(teacher: Teacher, settings: Distil, changes: tuple[str, ...], *, kept: bool) -> str:
-    """Who taught what, and whether the answers were kept."""
+    """Describe the teacher and its lessons, and whether the answers were kept."""
     what = [f"{settings.weight:g} of the loss at temperature {settings.temperature:g}"] if settings.weight else []
     if settings.features:
         what.append(f"features {', '.join(settings.features)} with weight {settings.feature_weight:g}")
@@ -221,7 +221,7 @@ def objective(
     precision: Precision,
     nodes: Mapping[str, str] | None = None,
 ) -> Objective:
-    """What ``config`` asks to be made smaller; arguments and errors as of `Distillation`."""
+    """Return the objective of ``config``. Arguments and errors as in `Distillation`."""
     if config.distil is None:
         return Objective(config, context.probabilities)
     return Distillation(module, context, config, fit, precision=precision, nodes=nodes)

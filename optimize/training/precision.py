@@ -1,4 +1,4 @@
-"""Mixed precision: which numbers a training step computes with, and what keeps small gradients from vanishing."""
+"""Mixed precision: the dtype of a training step, and the scaling that keeps small gradients from vanishing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Precision:
-    """What the settings ask for, on a device: forward under autocast, FP16's gradients scaled."""
+    """The precision of the settings on a device: forward under autocast, FP16 gradients scaled."""
 
     def __init__(self, config: TrainingConfig, device: torch.device) -> None:
         self._device = device
@@ -27,7 +27,7 @@ class Precision:
             in_float32(module)
 
     def forward(self, module: nn.Module, inputs: torch.Tensor) -> Any:
-        """What the module gives, a tensor or tuples of tensors, in float32."""
+        """Return the module's output, a tensor or tuples of tensors, in float32."""
         if self._type is None:
             return module(inputs)
         with torch.autocast(self._device.type, dtype=self._type):
@@ -35,24 +35,24 @@ class Precision:
         return _float32(given)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the loss's gradients, scaled where they would vanish."""
+        """Add the loss's gradients, scaled if they could vanish."""
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the gradients those of the loss."""
+        """Undo the scaling of the gradients."""
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the step, or leave it out where a scaled gradient went over."""
+        """Take the step, or skip it if a scaled gradient overflowed."""
         self._scaler.step(optimizer)
         self._scaler.update()
 
     def state(self) -> dict[str, Any]:
-        """The scale, for a checkpoint."""
+        """Return the scale, for a checkpoint."""
         return self._scaler.state_dict()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take the scale of a checkpoint."""
+        """Load the scale of a checkpoint."""
         self._scaler.load_state_dict(state)
 
 

@@ -1,4 +1,4 @@
-"""The states of the random generators that a training step may draw from, and algorithms that repeat themselves."""
+"""States of the random generators that a training step may use, and deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve.runtime.errors import UserError, one_line
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The states of torch's, Python's and NumPy's generators, and of the device's; for `restore_random_states`."""
+    """Return the states of torch's, Python's, NumPy's and the device's generators, for `restore_random_states`."""
     name, words, place, has_normal, normal = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -28,7 +28,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Go on drawing where `random_states` was taken."""
+    """Continue from the states of `random_states`."""
     torch.set_rng_state(states["torch"])
     version, words, normal = states["python"]
     random.setstate((version, tuple(words), normal))
@@ -40,7 +40,7 @@ def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Let torch take deterministic algorithms only, and what it took before afterwards; nothing if not ``wanted``.
+    """Restrict torch to deterministic algorithms within the block if ``wanted``, and restore its setting afterwards.
 
     Raises:
         UserError: an operation of the network has none on this device.
@@ -48,7 +48,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    # Read by cuBLAS when it is first used; without it a product of matrices is refused (torch 2.14, CUDA 10.2 on).
+    # cuBLAS reads it at first use. Without it torch refuses matrix products (torch 2.14, CUDA 10.2 on).
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark

@@ -1,7 +1,7 @@
-"""Activation checkpointing (Chen et al. 2016, arXiv:1604.06174): a step forgets what is within a network's blocks.
+"""Activation checkpointing (Chen et al. 2016, arXiv:1604.06174): a step drops the activations within blocks.
 
-Its backward computes them again. Everything that a block reads beside its inputs is then as it was, and what it changes
-is put back: batch norms and observers see each batch once, and random layers draw the same numbers.
+The backward computes them again. Everything that a block reads besides its inputs is restored for that, and its changes
+are undone. So batch norms and observers see each batch once, and random layers draw the same numbers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from optimize.training.blocks import block_names, segmented
 from optimize.training.randomness import random_states, restore_random_states
 from serve.runtime.errors import UserError
 
-#: Blocks that would leave more than this share of the memory are not worth their time.
+#: Blocks that leave more than this share of the memory are not worth their time.
 _WORTH = 0.8
 
 
 class Replay:
-    """Lets modules be as they were when this was made, and afterwards as they were before it was entered.
+    """Restores modules within a block to their state at creation, and afterwards to their state before the block.
 
     Args:
-        modules: whose buffers; these are exchanged and not written to, because a backward may need them.
-        device: whose random generators, too.
+        modules: the modules. Their buffers are exchanged and not written to, because a backward may need them.
+        device: the device, whose random generators are restored too.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -58,18 +58,18 @@ class Replay:
 def checkpointed(
     module: nn.Module, example: Callable[[], torch.Tensor], images: int, device: torch.device
 ) -> Iterator[None]:
-    """Let ``module`` be trained in less memory within; what it answers, and its gradients, are the same.
+    """Train ``module`` with less memory within the block. Its answers and gradients stay the same.
 
     Args:
         module: in training mode.
-        example: gives four normalised images or more, ``(N, C, H, W)``, by which its blocks are found.
-        images: that are computed together.
-        device: that the module is on.
+        example: returns at least four normalised images, ``(N, C, H, W)``, to find its blocks with.
+        images: the number of images that are computed together.
+        device: the module's device.
 
     Raises:
-        UserError: it has no blocks by which memory would be saved.
+        UserError: it has no blocks that would save memory.
     """
-    with Replay([module], device):  # what is tried out here leaves no trace
+    with Replay([module], device):  # trials here leave no trace
         given = example().to(device)
         if isinstance(module, fx.GraphModule):
             found = segmented(module, given, images)
@@ -91,7 +91,7 @@ def checkpointed(
 
 
 def _again(block: nn.Module, forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A forward whose insides are computed again in the backward."""
+    """Return a forward whose activations are computed again in the backward."""
 
     def forgetting(*given: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -107,7 +107,7 @@ def _again(block: nn.Module, forward: Callable[..., Any], device: torch.device) 
 
 @contextmanager
 def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let ``module`` have another forward within."""
+    """Give ``module`` another forward within the block."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:

@@ -1,4 +1,4 @@
-"""What a training run did, and how far one has come."""
+"""The results and the progress of a training run."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import nn
 
 from optimize.store.training_history import Epoch, History, Point, Times
 
-#: Puts a module's parts into modes of their own, given the epoch's number, from 0, and whether it is trained now.
+#: Sets the modes of a module's parts, given the epoch's number from 0, and whether it is in training now.
 SetMode = Callable[[nn.Module, int, bool], None]
 
 
 class Penalty(Protocol):
-    """What pulls weights beside the loss. It travels to the processes that train, pickled."""
+    """Pulls weights besides the loss. It is pickled for the training processes."""
 
     def add(self, module: nn.Module) -> None:
-        """Add its gradient to those that the loss has given to the parameters of ``module``."""
+        """Add its gradient to the loss's gradients of the parameters of ``module``."""
 
 
 @dataclass(frozen=True)
 class Manner:
-    """How a module is trained beside the settings: what whoever has it trained knows of it; see `loop.train`."""
+    """How a module is trained besides the settings: the caller's arguments; see `loop.train`."""
 
     set_mode: SetMode | None = None
     from_start: bool = False
@@ -36,13 +36,13 @@ class Manner:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a training run did; the module is left with the weights of the epoch ``history.best``.
+    """The result of a training run. The module has the weights of the epoch ``history.best``.
 
     Attributes:
         history: its epochs and curves.
-        held_out_top1: of what is kept, on the held-out images (fraction).
-        held_out_images: how many there are.
-        notes: who taught, and the images that could not be read.
+        held_out_top1: top-1 of the kept weights on the held-out images (fraction).
+        held_out_images: the number of these images.
+        notes: the teacher, and the images that could not be read.
     """
 
     history: History
@@ -52,17 +52,17 @@ class TrainingResult:
 
     @property
     def epochs(self) -> tuple[Epoch, ...]:
-        """One after the other."""
+        """Return the epochs in order."""
         return self.history.epochs
 
     @property
     def best(self) -> int | None:
-        """Number of the kept one, from 0; None: no epoch was better than the module as it came, and that is kept."""
+        """Return the number of the kept epoch, from 0. None: no epoch was better than the initial module."""
         return self.history.best
 
     @property
     def kept(self) -> str:
-        """Which epoch was kept and how good it is, as a note."""
+        """Say which epoch was kept and how good it is, as a note."""
         which = "best of {} epochs: {}" if self.best is not None else "no better after any of {} epochs, kept {}"
         number = str(self.best + 1) if self.best is not None else "as it was before them"
         return (
@@ -73,21 +73,21 @@ class TrainingResult:
 
 @dataclass
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
-        loss: sum of the losses of the images since the last point, in this process; a float32 scalar on its device.
-        images: how many these are; each counts once, in however many processes it is.
-        epoch: number of the epoch that is under way, from 0.
-        place: batches of it that are done.
+        loss: sum of the losses of the images since the last point, in this process, as a float32 scalar on its device.
+        images: the number of these images. Each counts once, in however many processes it is.
+        epoch: number of the current epoch, from 0.
+        place: the number of its batches that are done.
         epoch_loss: sum of the losses of its images up to the last point, in all processes.
-        epoch_images: how many these are.
+        epoch_images: the number of these images.
         times: where the time of the epoch went, in this process.
-        epochs: those that are done.
+        epochs: the finished epochs.
         points: see `History`.
         before: see `History`.
-        best: number of the best epoch; None: the module as it came.
-        reached: top-1 of the best on the held-out images; -1: nothing was judged yet.
+        best: number of the best epoch. None: the initial module.
+        reached: top-1 of the best on the held-out images. -1: nothing was judged yet.
         kept: the best's state.
     """
 
@@ -106,17 +106,17 @@ class Progress:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def history(self, steps: int, processes: int) -> History:
-        """What is kept of it, with how many steps an epoch has."""
+        """Return the history, given the number of steps in an epoch."""
         return History(tuple(self.epochs), tuple(self.points), steps, self.best, self.before, processes)
 
     def next_epoch(self) -> None:
-        """Begin on the next epoch."""
+        """Begin the next epoch."""
         self.epoch, self.place = self.epoch + 1, 0
         self.epoch_loss = self.epoch_images = 0.0
         self.times = Times()
 
     def state(self) -> dict[str, Any]:
-        """Tensors and plain values, for a checkpoint."""
+        """Return tensors and plain values, for a checkpoint."""
         return vars(self) | {
             "times": dataclasses.asdict(self.times),
             "epochs": [dataclasses.asdict(epoch) for epoch in self.epochs],
@@ -125,7 +125,7 @@ class Progress:
 
     @classmethod
     def of_state(cls, state: dict[str, Any], device: torch.device) -> Progress:
-        """What `state` gave, on a device."""
+        """Restore the result of `state` on a device."""
         plain = {
             "loss": state["loss"].to(device),
             "times": Times(**state["times"]),

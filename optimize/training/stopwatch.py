@@ -1,4 +1,4 @@
-"""Where a training's time goes: each moment belongs to one part, and the parts add up to the whole."""
+"""Measures where a training's time goes. Each moment belongs to one part, and the parts add up to the whole."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from optimize.store.training_history import Times
 
 Part = Literal["data", "compute", "communication", "judgement", "checkpoints"]
 
-#: Moments on a GPU that are waited for together: seldom enough not to hold up whoever gives it work.
+#: The number of GPU events that are waited for together: a large one, so that the host is not delayed.
 _TOGETHER = 512
 
 
 class Stopwatch:
     """Counts the seconds of each part.
 
-    On a GPU they are seconds of its stream: the host runs ahead of it, and what it does meanwhile costs nothing.
+    On a GPU these are seconds of its stream. The host runs ahead of it, and its work meanwhile costs nothing.
 
     Args:
-        device: that is trained on.
+        device: the device of the training.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class Stopwatch:
         self._since = self._now()
 
     def to(self, part: Part) -> Part:
-        """From now on time is that of ``part``; returns whose it was."""
+        """Count time from now on for ``part``. Returns the previous part."""
         now, before = self._now(), self._part
         if isinstance(now, float):
             assert isinstance(self._since, float)
@@ -49,7 +49,7 @@ class Stopwatch:
 
     @contextmanager
     def during(self, part: Part) -> Iterator[None]:
-        """Count what happens within as that of ``part``."""
+        """Count the time within the block for ``part``."""
         before = self.to(part)
         try:
             yield
@@ -57,7 +57,7 @@ class Stopwatch:
             self.to(before)
 
     def taken(self) -> Times:
-        """What was counted since this was asked last."""
+        """Return the times since the last call."""
         self.to(self._part)
         self._settle()
         seconds, self._seconds = self._seconds, {}
@@ -71,7 +71,7 @@ class Stopwatch:
         return event
 
     def _settle(self) -> None:
-        """Count the moments that the stream has reached, or will have."""
+        """Count the events that the stream has reached, or will have."""
         for part, event in self._marks:
             event.synchronize()
             assert isinstance(self._since, torch.cuda.Event)

@@ -1,4 +1,4 @@
-"""A teacher's answers on the training images, computed once and kept in the store: for images that never change."""
+"""Computes a teacher's answers on training images once and keeps them in the store, if the images never change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Answer = Callable[[torch.Tensor], torch.Tensor]
 
 
 def changing(config: TrainingConfig, context: Context) -> tuple[str, ...]:
-    """The settings by which a training image is another one each time it is seen, as they are written."""
+    """Return the settings that change a training image each time it is seen, as they are written."""
     augmentation = config.augmentation(context.data)
     said = {
         f"augment: {augmentation}": augmentation != "none",
@@ -40,17 +40,17 @@ def changing(config: TrainingConfig, context: Context) -> tuple[str, ...]:
 def kept_answers(
     store: Store, teacher: Teacher, fit: Split, context: Context, *, config: TrainingConfig, answer: Answer
 ) -> Path:
-    """The file of a teacher's logits on ``fit``, made if it is not there: `answers_of` reads it.
+    """Return the file of a teacher's logits on ``fit``, and make it if it does not exist. `answers_of` reads it.
 
-    Of several processes that want it one makes it, and the others wait.
+    If several processes need it, one makes it and the others wait.
 
     Args:
-        store: where it is kept.
-        teacher: whose answers.
-        fit: the images that are trained on.
+        store: keeps the file.
+        teacher: the teacher.
+        fit: the training images.
         context: preprocessing, device, listener.
-        config: whose precision the answers are computed with, and how many images may be unreadable.
-        answer: what the teacher answers to images that are normalised for the student.
+        config: the precision of the answers, and the share of images that may be unreadable.
+        answer: maps images that are normalised for the student to the teacher's answers.
 
     Raises:
         PassError: an answer is NaN or infinite.
@@ -77,7 +77,7 @@ def kept_answers(
         )
         shape = (len(fit), len(context.data.classes))
         answers = np.lib.format.open_memmap(folder / _FILE, mode="w+", dtype=np.float32, shape=shape)
-        answers[:] = np.nan  # of images that cannot be read, which are not asked for
+        answers[:] = np.nan  # for unreadable images, which are never requested
         for done, (rows, images, _) in enumerate(batches.numbered(), start=1):
             logits = answer(normalise(images, context.preprocessing, context.device, torch.float32))
             if not torch.isfinite(logits).all():
@@ -91,5 +91,5 @@ def kept_answers(
 
 
 def answers_of(file: Path) -> np.memmap[tuple[int, int], np.dtype[np.float32]]:
-    """The logits, ``float32 (images, classes)``, mapped: of a large data set they are gigabytes."""
+    """Return the logits, ``float32 (images, classes)``, memory-mapped, because they may be gigabytes."""
     return np.lib.format.open_memmap(file, mode="r")

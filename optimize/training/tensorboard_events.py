@@ -1,4 +1,4 @@
-"""A training's curves as TensorBoard's events, written while it goes on. Needs the extra ``tensorboard``."""
+"""Writes a training's curves as TensorBoard events while it runs. Needs the extra ``tensorboard``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from serve.runtime.errors import UserError
 
 
 class Events:
-    """The events of one training; all are by the number of steps that are done.
+    """The events of one training, by the number of finished steps.
 
     Args:
-        folder: where; None: nothing is written.
+        folder: the folder for the events. None: nothing is written.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -26,7 +26,7 @@ class Events:
 
     @contextmanager
     def opened(self, step: int = 0) -> Iterator[None]:
-        """Write within; what an earlier training, or this one, wrote there of later steps than ``step`` is dropped.
+        """Write within the block. Earlier events of steps after ``step`` are dropped.
 
         Raises:
             UserError: tensorboard is not installed, or the folder cannot be written.
@@ -46,11 +46,11 @@ class Events:
             self._writer = None
 
     def point(self, point: Point) -> None:
-        """Loss and learning rate of some steps."""
+        """Write loss and learning rate of some steps."""
         self._write(point.step, {"loss": point.loss, "learning-rate": point.learning_rate})
 
     def epoch(self, epoch: Epoch, step: int) -> None:
-        """An epoch that ends with ``step`` steps done."""
+        """Write an epoch that ends after ``step`` steps."""
         seconds = {f"seconds/{name}": value for name, value in dataclasses.asdict(epoch.times).items()}
         self._write(step, {"epoch-loss": epoch.loss, "held-out-top1": epoch.held_out_top1, **seconds})
 
@@ -61,10 +61,10 @@ class Events:
 
 
 def write_histories(histories: Sequence[History], folder: Path | None) -> None:
-    """Write the events of trainings that have ended, as `Events` writes them meanwhile: all of one artifact.
+    """Write the events of one artifact's finished trainings, as `Events` writes them during training.
 
     Raises:
-        UserError: as `Events.opened`.
+        UserError: as in `Events.opened`.
     """
     for number, history in enumerate(histories, start=1):
         _write_history(history, Events(part(folder, number, len(histories))))
@@ -80,15 +80,15 @@ def _write_history(history: History, events: Events) -> None:
 
 
 def part(folder: Path | None, number: int, count: int) -> Path | None:
-    """Where the training ``number``, from 1, of the ``count`` of one artifact writes; ``folder`` is the artifact's."""
+    """Return the folder for training ``number`` (from 1) of the ``count`` of one artifact, whose own is ``folder``."""
     return folder if folder is None or count == 1 else folder / str(number)
 
 
 def tensorboard(what: str) -> Any:
-    """The module of torch that writes for TensorBoard.
+    """Return torch's module that writes for TensorBoard.
 
     Raises:
-        UserError: tensorboard is not installed; ``what`` is not written then.
+        UserError: tensorboard is not installed. The message says that ``what`` cannot be written.
     """
     try:
         return importlib.import_module("torch.utils.tensorboard")

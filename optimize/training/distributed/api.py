@@ -1,6 +1,7 @@
-"""Training in several processes, from the side of the one that wants it; `worker` is what runs in each.
+"""Starts training in several processes. `worker` is the code that runs in each.
 
-They are of this machine and started here, or one for each process that torchrun has started, on one host or several.
+The processes are started on this machine. Under torchrun there is one for each of its processes, on one host or
+several.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from optimize.training.randomness import random_states
 from optimize.training.results import Manner, TrainingResult
 from serve.runtime.errors import UserError, one_line
 
-#: Seconds that the others are given to end by themselves after one has failed.
+#: Seconds for the other processes to end by themselves after one has failed.
 _PARTING = 4.0
 
-#: Seconds between two looks at whether one has ended.
+#: Seconds between two checks whether one has ended.
 _LOOKING = 0.2
 
 _KINDS: dict[str, type[Exception]] = {"user": UserError, "pass": PassError}
@@ -48,12 +49,12 @@ _KINDS: dict[str, type[Exception]] = {"user": UserError, "pass": PassError}
 
 @dataclass(frozen=True)
 class Task:
-    """What each process is to do: the arguments of `train`, and what the caller's process had set.
+    """The work of each process: the arguments of `train`, and settings of the caller's process.
 
     Attributes:
-        manner: how it is trained beside the settings.
-        random: the caller's random states, which the first process goes on from.
-        threads: that each computes with.
+        manner: how to train, besides the settings.
+        random: the caller's random states, from which the first process continues.
+        threads: the number of threads of each process.
     """
 
     module: nn.Module
@@ -65,12 +66,13 @@ class Task:
 
 
 def train_together(module: nn.Module, context: Context, config: TrainingConfig, manner: Manner) -> TrainingResult:
-    """`train` in ``context.processes`` processes, each with a part of every batch; ``module`` gets what they find.
+    """Run `train` in ``context.processes`` processes with parts of every batch, and load the result into ``module``.
 
     Raises:
-        UserError: there are more processes than GPUs, or images in a step; the module cannot be sent; or as `train`.
-        PassError: as `train`, or a process ended otherwise.
-        PipelineError: torchrun's processes are not there.
+        UserError: there are more processes than GPUs, or than images in a step, or the module cannot be sent. Or as in
+            `train`.
+        PassError: as in `train`, or a process ended unexpectedly.
+        PipelineError: torchrun's processes do not answer.
     """
     started = launch()
     _check(context, config, started)
@@ -102,7 +104,7 @@ def _ranks(folder: Path, context: Context, started: Launch | None) -> AbstractCo
 
 
 def _of_all(context: Context, started: Launch | None) -> Context:
-    """What all processes may know: nothing of the store's folders where some are on another host."""
+    """Return the context for all processes, without the store's folders if some are on another host."""
     if started is None or not started.several_hosts:
         return dataclasses.replace(context, listener=SILENT)
     return dataclasses.replace(context, listener=SILENT, store=None, scratch=None)
@@ -121,7 +123,7 @@ def _check(context: Context, config: TrainingConfig, started: Launch | None) -> 
 
 
 def _relay(ranks: Ranks, listener: Listener) -> None:
-    """Tell the listener what the first process tells, until all have ended well."""
+    """Pass the first process's progress to the listener, until all processes have ended well."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     reader = threading.Thread(target=_read, args=(ranks.events, lines), daemon=True)
     reader.start()
@@ -152,7 +154,7 @@ def _tell(event: dict[str, Any], listener: Listener) -> None:
 
 
 def _parted(ranks: Ranks) -> dict[int, Ended]:
-    """How all have ended, which soon miss the one that has failed; those that still run are left out."""
+    """Return how the processes have ended. After one fails the others soon follow. Running ones are left out."""
     last = time.monotonic() + _PARTING
     while len(ended := ranks.ended()) < ranks.world and time.monotonic() < last:
         time.sleep(_LOOKING)
@@ -160,12 +162,12 @@ def _parted(ranks: Ranks) -> dict[int, Ended]:
 
 
 def _reason(ended: Mapping[int, Ended], world: int) -> Exception:
-    """What a process failed with; of those that only miss another, the other counts."""
+    """Return the error of the process that failed first: others may only report a lost connection."""
     failed = {number: each for number, each in sorted(ended.items()) if each.code}
     for each in failed.values():
         if each.kind in _KINDS:
             return _KINDS[each.kind](each.message)
-    # Who fails may only miss one that was killed.
+    # A process that failed may only have lost the connection to one that was killed.
     number = next((number for number, each in failed.items() if each.code < 0), min(failed))
     end = failed[number]
     where = f" on {end.host}" if end.host else ""
@@ -174,6 +176,6 @@ def _reason(ended: Mapping[int, Ended], world: int) -> Exception:
 
 
 def other_random(seed: int, number: int) -> None:
-    """Give a process that is not the first random states of its own, functions of the run's seed."""
+    """Set the random states of a process other than the first, as functions of the run's seed."""
     torch.manual_seed(seed * 1_000_003 + number)
     random.seed(seed * 1_000_003 + number)

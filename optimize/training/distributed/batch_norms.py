@@ -1,4 +1,4 @@
-"""Batch norms over the images of all processes, so that a batch is one whoever computes its parts."""
+"""Batch norms over the images of all processes, so that a batch counts as one although several compute it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class AllReducedBatchNorm(_BatchNorm):
-    """torch's batch norm with the mean and the variance of all processes' values; also on CPUs.
+    """torch's batch norm with the mean and the variance of all processes' values, also on CPUs.
 
     torch's own SyncBatchNorm refuses tensors of CPUs (2.14). Parameters and buffers have the names of a plain norm.
 
     Attributes:
-        copies: in how many processes each image is at present; it counts once.
+        copies: the number of processes that have each image at present. Each image counts once.
     """
 
     copies = 1
@@ -27,7 +27,7 @@ class AllReducedBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``(N, C, …)``; statistics in float32 whatever comes in."""
+        """Normalise ``(N, C, …)``. Statistics are in float32 for any input dtype."""
         if not self.training:
             return super().forward(input)
         values = input.float()
@@ -38,7 +38,7 @@ class AllReducedBatchNorm(_BatchNorm):
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = values - mean.view(shape)
-        # In two steps: the mean of squares less the square of the mean would lose the digits that they share.
+        # In two steps, because the mean of squares minus the square of the mean would lose the digits that they share.
         variance = Sum.apply(centred.square().sum(dims)) / count
         self._follow(mean.detach(), variance.detach(), count / self.copies)
         out: torch.Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
@@ -57,16 +57,18 @@ class AllReducedBatchNorm(_BatchNorm):
 
 
 def synchronise(module: nn.Module, device: torch.device) -> nn.Module:
-    """Replace the plain batch norms of ``module``, in place, by ones over all processes; the module, or its like.
+    """Replace the plain batch norms of ``module`` in place by norms over all processes.
 
-    To be called after the module was prepared for QAT: what fuses a convolution with its norm knows plain norms only.
-    Subclasses (a norm with its activation) stay: what else they do would be lost.
+    Returns the module, or its replacement if it is a norm itself.
+
+    Call it after the module was prepared for QAT, because fusing a convolution with its norm works only with plain
+    norms. Subclasses (a norm with its activation) stay, because their other work would be lost.
     """
     return _replaced(module, device, {})
 
 
 def _replaced(module: nn.Module, device: torch.device, known: dict[nn.Module, nn.Module]) -> nn.Module:
-    """``known``: what has taken the place of each module already, for one that has two places."""
+    """Replace recursively. ``known`` has the replacement of each module, for one that is used twice."""
     if module not in known:
         for name, child in module._modules.items():
             if child is not None:
@@ -76,7 +78,7 @@ def _replaced(module: nn.Module, device: torch.device, known: dict[nn.Module, nn
 
 
 def _like(module: nn.Module, device: torch.device) -> nn.Module:
-    """What takes the place of ``module`` alone: of a plain norm, one over all processes."""
+    """Return the replacement of ``module`` alone: for a plain norm, one over all processes."""
     if type(module) not in _PLAIN:
         return module
     if device.type == "cuda":
@@ -91,7 +93,7 @@ def _like(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def count_each_once(module: nn.Module, copies: int) -> None:
-    """Tell the norms in how many processes each of the next images is."""
+    """Set the number of processes that have each of the next images."""
     for layer in module.modules():
         if isinstance(layer, AllReducedBatchNorm):
             layer.copies = copies

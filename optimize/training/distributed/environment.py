@@ -1,6 +1,6 @@
-"""What torchrun says of a process that it has started: its number among the others, and the store they share.
+"""Reads torchrun's environment of a process: its rank, and the store that all processes share.
 
-torch is imported only where a process is one of several: a command line begins here.
+torch is imported only if there are several processes, because the command line starts here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launch:
-    """Which of torchrun's processes this is, by torchrun's own words.
+    """The place of this process among torchrun's processes.
 
     Attributes:
         rank: its number, from 0.
-        world: how many there are, on all hosts.
-        local_rank: its number on its host; on GPUs that of its own.
-        local_world: how many there are on its host.
+        world: the number of processes on all hosts.
+        local_rank: its number on its host, which is also the number of its GPU.
+        local_world: the number of processes on its host.
     """
 
     rank: int
@@ -33,12 +33,12 @@ class Launch:
 
     @property
     def several_hosts(self) -> bool:
-        """Whether there are others on another host."""
+        """Return whether there are processes on another host."""
         return self.local_world < self.world
 
 
 def launch() -> Launch | None:
-    """What torchrun says of this process; None: it has not started it, or has started it alone."""
+    """Return torchrun's facts about this process. None if it was started otherwise, or alone."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     found = Launch(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
@@ -46,7 +46,7 @@ def launch() -> Launch | None:
 
 
 def processes(asked: int | None) -> int:
-    """How many are to train together: all that torchrun has started; otherwise as many as asked for, one by default.
+    """Return how many processes train together: all of torchrun's, otherwise as many as requested, by default one.
 
     Raises:
         UserError: torchrun has started another number.
@@ -63,26 +63,26 @@ def processes(asked: int | None) -> int:
 
 
 def serves(started: Launch) -> bool:
-    """Whether this process is to be the store: the first, where torchrun is asked not to be it itself (2.14)."""
+    """Return whether this process must be the store: the first, if torchrun was set not to be it (2.14)."""
     return started.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def reach(*, serving: bool = False) -> TCPStore:
-    """The store that all of torchrun's processes reach: a client of it, or, with ``serving``, the store itself.
+    """Connect to the store of all torchrun processes. With ``serving`` this process is the store itself.
 
-    A value may have 8 MiB; a longer one ends the connection (torch 2.14).
+    A value may have 8 MiB. A longer one ends the connection (torch 2.14).
     """
     from torch import distributed
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store: TCPStore = distributed.TCPStore(  # type: ignore[attr-defined]  # torch (2.14) exports it without saying so
+    store: TCPStore = distributed.TCPStore(  # torch (2.14) does not declare the export
         host, port, is_master=serving, wait_for_workers=False
     )
     return store
 
 
 def within(name: str, whole: Store) -> PrefixStore:
-    """The part of a store whose keys begin with a name."""
+    """Return the part of a store whose keys begin with a name."""
     from torch import distributed
 
     part: PrefixStore = distributed.PrefixStore(name, whole)  # type: ignore[attr-defined]

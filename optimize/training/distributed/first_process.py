@@ -1,6 +1,6 @@
-"""Where torchrun has started several processes, the first carries out the run, and the others train with it.
+"""Lets the first of torchrun's processes carry out the run, while the others only train with it.
 
-torch is imported only where a process is one of several: a command line begins here.
+torch is imported only if there are several processes, because the command line starts here.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def only_first() -> None:
-    """Go on in the first of torchrun's processes alone. The others do not come back: they train with it, and end.
+    """Return only in the first of torchrun's processes. The others train with it, and end without returning.
 
-    Nothing happens where torchrun has not started several, or the second time.
+    Nothing happens if torchrun has not started several processes, or in a second call.
 
     Raises:
         UserError: the program has joined the processes into a group of its own.
-        SystemExit: this is another than the first, which has ended.
+        SystemExit: this is not the first process, and its work is done.
     """
     started = launch()
     if started is None:
         return
     if started.rank and "torch" not in sys.modules:
-        # Of a connection that is lost C++ prints its stack, and of what is lost the first process tells.
+        # If a connection is lost, C++ prints its stack. The first process already reports the loss.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _take_back_one_thread(started)
     from optimize.training.distributed import launch_torchrun
@@ -43,7 +43,7 @@ def only_first() -> None:
 
 @contextlib.contextmanager
 def first_alone() -> Iterator[None]:
-    """`only_first`, for a whole program whose end tells how it went: where it fails, torchrun ends the others."""
+    """Apply `only_first` to a whole program. If the program fails, torchrun ends the other processes."""
     only_first()
     try:
         yield
@@ -56,10 +56,10 @@ def first_alone() -> Iterator[None]:
 
 
 def _take_back_one_thread(started: Launch) -> None:
-    """Undo that torchrun (2.14) has each of several processes compute with one thread where the user says nothing.
+    """Undo torchrun's setting (2.14) of one thread for each of several processes, if the user set none.
 
-    The first measures and calibrates as it does alone, and those that train share the cores. torchrun is our parent:
-    what the user has said stands in the environment that it was started with.
+    The first process must measure and calibrate as if it were alone, and the training processes share the cores.
+    torchrun is our parent process, so its environment shows what the user set.
     """
     if started.local_world == 1 or os.environ.get(_THREADS) != "1":
         return
@@ -68,6 +68,6 @@ def _take_back_one_thread(started: Launch) -> None:
         if any(entry.startswith(f"{_THREADS}=".encode()) for entry in said):
             return
     del os.environ[_THREADS]
-    STARTED_WITH.pop(_THREADS, None)  # nobody has said it
-    if torch := sys.modules.get("torch"):  # which has read it
+    STARTED_WITH.pop(_THREADS, None)  # nobody set it
+    if torch := sys.modules.get("torch"):  # torch has already read it
         torch.set_num_threads(cores())

@@ -1,4 +1,4 @@
-"""The processes that train together, as one of them sees them; a process that trains alone is a group of one."""
+"""The group of training processes, as one of them sees it. A process that trains alone is a group of one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from optimize.training.stopwatch import Stopwatch
 
 T = TypeVar("T")
 
-#: Told of the time that this process waits for the others; of a process, as the group is.
+#: Counts the time that this process waits for the others. It is global, as the group is.
 _stopwatch: Stopwatch | None = None
 
 
 @contextmanager
 def timed(stopwatch: Stopwatch) -> Iterator[None]:
-    """Let ``stopwatch`` count as communication what this process waits for the others within."""
+    """Count the time that this process waits for the others within the block as communication on ``stopwatch``."""
     global _stopwatch  # noqa: PLW0603
     before, _stopwatch = _stopwatch, stopwatch
     try:
@@ -29,7 +29,7 @@ def timed(stopwatch: Stopwatch) -> Iterator[None]:
 
 
 def waiting_begins() -> None:
-    """Count as communication what follows, until whoever measures says otherwise."""
+    """Count the following time as communication, until another part begins."""
     if _stopwatch is not None:
         _stopwatch.to("communication")
 
@@ -39,22 +39,22 @@ def _waiting() -> AbstractContextManager[None]:
 
 
 def together() -> bool:
-    """Whether this process is one of several."""
+    """Return whether this process is one of several."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def rank() -> int:
-    """This process's number, from 0."""
+    """Return this process's number, from 0."""
     return distributed.get_rank() if together() else 0
 
 
 def world() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return distributed.get_world_size() if together() else 1
 
 
 def summed(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the processes' tensors, which have one shape; ``tensor`` itself is changed. No gradient passes."""
+    """Return the sum of the processes' tensors, which have one shape. Changes ``tensor``. Gradients do not pass."""
     if together():
         with _waiting():
             distributed.all_reduce(tensor)
@@ -62,7 +62,7 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest of the processes' values at each place; ``tensor`` itself is changed. No gradient passes."""
+    """Return the element-wise maximum of the processes' tensors. Changes ``tensor``. Gradients do not pass."""
     if together():
         with _waiting():
             distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
@@ -70,7 +70,7 @@ def largest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(value: Any) -> list[Any]:
-    """The processes' values, which are pickled, in order."""
+    """Return the processes' values in order. They are pickled."""
     if not together():
         return [value]
     values: list[Any] = [None] * world()
@@ -80,7 +80,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def of_the_first(value: T) -> T:
-    """The first process's value, which is pickled; what the others give is not looked at."""
+    """Return the first process's value, which is pickled. The others' values are ignored."""
     if not together():
         return value
     values = [value]
@@ -90,7 +90,7 @@ def of_the_first(value: T) -> T:
 
 
 def numbers(*values: int, device: torch.device) -> list[list[int]]:
-    """A few whole numbers of each process, in order."""
+    """Return a few whole numbers of each process, in order."""
     if not together():
         return [list(values)]
     mine = torch.tensor(values, dtype=torch.int64, device=device)
@@ -101,14 +101,14 @@ def numbers(*values: int, device: torch.device) -> list[list[int]]:
 
 
 class Sum(torch.autograd.Function):
-    """The sum of the processes' tensors; what flows back is the sum of their gradients."""
+    """The sum of the processes' tensors. Its gradient is the sum of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Of tensors of one shape."""
+        """Sum tensors of one shape."""
         return summed(tensor.clone())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """Each process's loss depends on each process's tensor."""
+        """Sum the gradients, because each process's loss depends on each process's tensor."""
         return summed(gradients[0].clone())

@@ -1,15 +1,16 @@
-"""The processes that train together, from the side that starts them; `worker` is what runs in each.
+"""Starts the processes that train together on this machine. `worker` is the code that runs in each.
 
-torch's own launcher, `torch.distributed.launcher.api.elastic_launch` (2.14), was tried in the place of this one, with
-two gloo processes on two busy cores (November 2026):
+torch's own launcher, `torch.distributed.launcher.api.elastic_launch` (2.14), was tried instead, with two gloo processes
+on two busy cores (November 2026):
 
-- From start to end two processes that only meet take 4.2 to 4.4 s, and 3.9 to 4.0 s here (medians of five).
-- It listens at two ports on all interfaces, also with the endpoint 127.0.0.1, and asks nobody for a token. Here the
-  processes meet by a file, and gloo listens on loopback alone.
-- When the program that starts them is killed, its processes train on. Here they end with it, by their closed input.
+- From start to end, two processes that only meet take 4.2 to 4.4 s. Here it is 3.9 to 4.0 s (medians of five).
+- It listens at two ports on all interfaces, also with the endpoint 127.0.0.1, and requires no token. Here the processes
+  meet by a file, and gloo listens only on loopback.
+- If the program that starts them is killed, its processes continue training. Here they end with it, because their input
+  closes.
 - It logs each end on stderr, and the reason of a failure is a page of text in its exception. Here it is one line.
 
-It would replace `here` alone. `Rank` is needed under torchrun, too: each training there has processes of its own.
+It would replace only `here`. `Rank` is also needed under torchrun, because each training there has its own processes.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-#: Files of the folder that a process has, which those of one machine share: what is to be done (the first's), what came
-#: of it (the first's), and where they meet.
+#: Files of a process's folder, which the processes of one machine share: the task (from the first), the result (from
+#: the first), and their meeting point.
 TASK, RESULT, RENDEZVOUS = "task.pickle", "result.pt", "rendezvous"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which of the processes one is, and where it meets the others.
+    """The place of a process among the others, and where they meet.
 
     Attributes:
         rank: its number, from 0.
-        world: how many there are.
-        device: that it computes on: ``cpu``, ``cuda:1``.
-        meeting: the training's name in torchrun's store; None: they meet by a file of the folder that they share.
+        world: the number of processes.
+        device: its device: ``cpu``, ``cuda:1``.
+        meeting: the training's name in torchrun's store. None: they meet by a file in their shared folder.
     """
 
     rank: int
@@ -54,9 +55,9 @@ class Ended:
 
     Attributes:
         code: 0, its exit code, or minus the signal that ended it.
-        kind: of its exception: ``user``, ``pass`` or ``other``; empty where it has left none.
-        message: the exception's, or the last line of its errors.
-        host: where it ran, if that may be another than the caller's.
+        kind: the kind of its exception: ``user``, ``pass`` or ``other``. Empty if it left none.
+        message: the exception's message, or the last line of its errors.
+        host: its host, if that may not be the caller's.
     """
 
     code: int
@@ -66,11 +67,11 @@ class Ended:
 
 
 class Ranks(Protocol):
-    """The processes of a training, as the one sees them that is told how it goes on.
+    """The processes of a training, as their caller sees them.
 
     Attributes:
-        world: how many there are.
-        events: what the first tells, a JSON object a line.
+        world: the number of processes.
+        events: the progress of the first, one JSON object a line.
     """
 
     @property
@@ -80,15 +81,15 @@ class Ranks(Protocol):
     def events(self) -> IO[str]: ...  # noqa: D102
 
     def ended(self) -> dict[int, Ended]:
-        """Those that have ended, by their numbers."""
+        """Return the processes that have ended, by their numbers."""
 
 
 class Rank:
-    """One of the processes; it ends with this one, however that ends.
+    """One of the processes. It ends with this process, however that ends.
 
     Args:
-        folder: where its files lie.
-        place: which one it is.
+        folder: the folder of its files.
+        place: its place among the others.
         one_host: whether all are on this machine.
     """
 
@@ -97,23 +98,23 @@ class Rank:
         root = str(Path(__file__).parents[3])
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         if one_host:
-            # Gloo looks for the machine's own name otherwise, which many containers cannot resolve.
+            # Otherwise gloo looks up the machine's own name, which many containers cannot resolve.
             variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         words = [str(folder), json.dumps(dataclasses.asdict(place))]
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "optimize.training.distributed.worker", *words],
-                stdin=subprocess.PIPE,  # which closes with us, however we end
+                stdin=subprocess.PIPE,  # closes with this process, however it ends
                 stdout=subprocess.PIPE if place.rank == 0 else errors,
                 stderr=errors,
                 text=True,
                 env=os.environ | variables,
-                start_new_session=True,  # Ctrl-C is for us, who end them
+                start_new_session=True,  # this process handles Ctrl-C and ends them
             )
 
     @property
     def events(self) -> IO[str]:
-        """What the first tells."""
+        """Return the progress of the first process."""
         assert self._process.stdout is not None
         return self._process.stdout
 
@@ -122,7 +123,7 @@ class Rank:
         return self._folder / f"errors-{self._place.rank}.txt"
 
     def ended(self, seconds: float = 0.0) -> Ended | None:
-        """How it has ended, which is waited for so long; None: it has not."""
+        """Wait up to ``seconds`` for its end, and return how it ended. None if it has not."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         code = self._process.returncode
@@ -133,7 +134,7 @@ class Rank:
         return Ended(code, message=" ".join(self._errors.read_text(errors="replace").strip().splitlines()[-1:]))
 
     def kill(self) -> Ended:
-        """End it at once, if it still runs."""
+        """Kill it if it still runs, and return how it ended."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -163,7 +164,7 @@ class _Here:
 
 @contextmanager
 def here(folder: Path, count: int, kind: str) -> Iterator[Ranks]:
-    """``count`` processes of this machine, on its devices of a kind; whichever still runs at the end is killed."""
+    """Start ``count`` processes on this machine's devices of a kind. Those that still run at the end are killed."""
     ranks: list[Rank] = []
     try:
         for number in range(count):
@@ -176,5 +177,5 @@ def here(folder: Path, count: int, kind: str) -> Iterator[Ranks]:
 
 
 def failure(folder: Path, number: int) -> Path:
-    """Where the process ``number`` says why it fails: ``{"kind": …, "message": …}``."""
+    """Return the file where the process ``number`` reports its failure: ``{"kind": …, "message": …}``."""
     return folder / f"failure-{number}.json"

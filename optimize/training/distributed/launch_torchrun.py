@@ -1,9 +1,9 @@
-"""Training by the processes that torchrun has started: the first calls the others to each, and they follow.
+"""Trains with the processes that torchrun has started: the first calls the others to each training.
 
-The call is a few words (`mailbox`). What is to be trained goes from the first to the others when they have met
-(`worker`). So no folder is shared, and nobody waits for another within a sum of tensors, which has a time-out: between
-two trainings the first may measure for hours. What trains are processes of each training's own, as those that we start
-without torchrun: one that fails ends the training, and not the run, and none holds a GPU while the first measures.
+A call is a short message (`mailbox`). When the processes have met, the first sends the task to the others (`worker`).
+So they need no shared folder. Nobody waits within a sum of tensors, which has a time-out, although the first may
+measure for hours between two trainings. Each training has its own processes, as without torchrun. So a failed one ends
+the training and not the run, and none holds a GPU while the first measures.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from optimize.training.distributed.launch_local import Ended, Place, Rank, Ranks
 from optimize.training.distributed.mailbox import Post
 from serve.runtime.errors import PipelineError, UserError, first_line
 
-#: Seconds between two looks of one that trains for a call to end that.
+#: Seconds between two checks of a training process for a call that ends it.
 _LOOKING = 0.3
 
 
 @dataclass
 class _First:
-    """The first process, as it knows itself."""
+    """The first process's own state."""
 
     post: Post | None = None
     failed: bool = False
@@ -45,7 +45,7 @@ _first = _First()
 
 
 def lead(started: Launch) -> None:
-    """Be the first process. When it has ended well, the others are told.
+    """Act as the first process, and tell the others when the program ends well.
 
     Raises:
         UserError: the program has joined the processes into a group of its own.
@@ -61,7 +61,7 @@ def lead(started: Launch) -> None:
 
 
 def failed() -> None:
-    """Leave it to torchrun to end the others, and to start all anew if it is to."""
+    """Let torchrun end the other processes, and restart all if it is set to."""
     _first.failed = True
 
 
@@ -73,12 +73,12 @@ def _say_over() -> None:
 
 @contextmanager
 def everywhere(folder: Path, started: Launch, kind: str) -> Iterator[Ranks]:
-    """The processes of one training, one for each that torchrun has started; that of the first is started here.
+    """Start one training process for each torchrun process. The first's is started here.
 
     Args:
-        folder: of the first's files.
+        folder: folder of the first's files.
         started: this process, the first.
-        kind: of the devices: ``cpu`` or ``cuda``.
+        kind: the kind of devices: ``cpu`` or ``cuda``.
 
     Raises:
         PipelineError: one of the others does not come, or torchrun's store is gone.
@@ -94,7 +94,7 @@ def everywhere(folder: Path, started: Launch, kind: str) -> Iterator[Ranks]:
     except Exception:
         rank.kill()
         with _reachable():
-            post.call({})  # and when they have heard it, they are free for the next
+            post.call({})  # the others are free for the next training once they have received it
         raise
     finally:
         rank.kill()
@@ -133,7 +133,7 @@ def _reachable() -> Iterator[None]:
 
 
 def place_of(started: Launch, training: str, kind: str) -> Place:
-    """Where one of torchrun's processes trains."""
+    """Return the place of one of torchrun's processes in a training."""
     device = f"cuda:{started.local_rank}" if kind == "cuda" else kind
     return Place(started.rank, started.world, device, meeting=training)
 
@@ -142,12 +142,12 @@ def place_of(started: Launch, training: str, kind: str) -> Place:
 
 
 def follow(started: Launch) -> int:
-    """Take part in each training that the first process calls to, until that ends.
+    """Take part in each training of the first process, until that ends.
 
     Returns:
-        The exit code of this process: 0, or 1 where the first was lost without a word.
+        The exit code of this process: 0, or 1 if the first was lost without a message.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):  # of torchrun, which says why
+    for number in (signal.SIGTERM, signal.SIGINT):  # sent by torchrun, which reports why
         signal.signal(number, _end_at_once)
     try:
         post = Post(started)
@@ -161,7 +161,7 @@ def follow(started: Launch) -> int:
 
 
 def _take_part(started: Launch, post: Post, training: str, kind: str) -> None:
-    """Train, until that ends or something else is to be done."""
+    """Train until it ends, or until another call arrives."""
     with tempfile.TemporaryDirectory(prefix="training-") as folder:
         rank = Rank(Path(folder), place_of(started, training, kind), one_host=not started.several_hosts)
         try:

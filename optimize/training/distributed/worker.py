@@ -1,6 +1,6 @@
-"""One of the processes that train together: ``python -m optimize.training.distributed.worker FOLDER PLACE``.
+"""One of the training processes: ``python -m optimize.training.distributed.worker FOLDER PLACE``.
 
-The first finds in its folder what is to be done, and hands it to the others; each ends with its parent.
+The first reads the task from its folder, and sends it to the others. Each ends with its parent.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from optimize.training.loop import train
 from optimize.training.randomness import restore_random_states
 from serve.runtime.errors import UserError, one_line
 
-#: How long one waits for the others in a sum; another may be decoding a large data set for the first time.
+#: How long a process waits for the others in a sum. Another may be decoding a large data set for the first time.
 _PATIENCE = datetime.timedelta(hours=1)
 
 
 class _Telling(Silent):
-    """Tells the parent, a JSON object a line."""
+    """Reports to the parent, one JSON object a line."""
 
     def __init__(self, descriptor: int) -> None:
         self._stream = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
 
     def progressed(self, fraction: float, message: str) -> None:
-        """Of the step that is under way."""
+        """Report the progress of the current step."""
         self._stream.write(json.dumps({"fraction": fraction, "message": message}) + "\n")
 
     def said(self, message: str) -> None:
-        """A line for the user."""
+        """Report a line for the user."""
         self._stream.write(json.dumps({"said": message}) + "\n")
 
 
 def main(folder: Path, place: Place) -> None:
-    """Train as one of several; the first leaves the result."""
+    """Train as one of several. The first writes the result."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     listener: Silent = Silent()
     if place.rank == 0:
         listener = _Telling(os.dup(1))
-        os.dup2(2, 1)  # what the user's code prints is not for the parent
+        os.dup2(2, 1)  # prints of the user's code must not reach the parent
     device = torch.device(place.device)
     if device.type == "cuda":
         _take(device, place)
@@ -81,10 +81,10 @@ def main(folder: Path, place: Place) -> None:
 
 
 def _take(device: torch.device, place: Place) -> None:
-    """Compute on a GPU.
+    """Select a GPU.
 
     Raises:
-        UserError: there is no such GPU.
+        UserError: it does not exist.
     """
     count = torch.cuda.device_count()
     if device.index >= count:
@@ -96,16 +96,16 @@ def _take(device: torch.device, place: Place) -> None:
 
 
 def _handed_out(file: Path, place: Place) -> Task:
-    """What is to be done, which the first has in a file and gives to the others.
+    """Return the task, which the first reads from a file and sends to the others.
 
     Raises:
-        UserError: the images cannot be read from here.
+        UserError: the images cannot be read from this host.
     """
     body = b""
     if place.rank == 0:
         body = file.read_bytes()
-        file.unlink()  # it may hold all images, and would stay where this is ended before its time
-    task: Task = pickle.loads(group.of_the_first(body))  # of our own parent
+        file.unlink()  # it may contain all images, and would remain if this process is killed
+    task: Task = pickle.loads(group.of_the_first(body))  # from our own parent
     if place.rank and (missing := out_of_reach(task.context.data.train.sources)) is not None:
         raise UserError(
             f"{task.context.data.name}: {missing} cannot be read on {socket.gethostname()}, where process {place.rank} "

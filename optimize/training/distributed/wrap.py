@@ -1,4 +1,4 @@
-"""A module made ready to be trained by several processes: gradients, norms and ranges become those of all images."""
+"""Prepares a module for training in several processes: gradients, norms and ranges cover all images."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from optimize.training.distributed.fake_quantize import share_ranges
 
 @dataclass(frozen=True)
 class Joined:
-    """What is called to train a module: itself, or what averages its gradients over processes."""
+    """The callable for training a module: the module itself, or a wrapper that averages gradients over processes."""
 
     module: nn.Module
 
     @contextmanager
     def unsynchronised(self, wanted: bool, copies: int) -> Iterator[None]:
-        """Run a piece of a step; where ``wanted``, its gradients wait for the last piece's.
+        """Run a piece of a step. If ``wanted``, its gradients are summed later, with the last piece's.
 
         Args:
             wanted: whether another piece follows.
-            copies: in how many processes each of its images is.
+            copies: the number of processes that have each of its images.
         """
         if not isinstance(self.module, DistributedDataParallel):
             yield
@@ -41,19 +41,19 @@ class Joined:
 
 
 def joined(module: nn.Module, device: torch.device, student: Callable[[nn.Module], nn.Module]) -> Joined:
-    """``module``, changed in place, as one of a group trains it; as it is where there is no group.
+    """Prepare ``module`` in place for training in a group. Without a group it is unchanged.
 
     Args:
         module: the network.
-        device: that it is on.
-        student: what is called in its place, of its own layers; see `Objective`.
+        device: its device.
+        student: wraps the network for the call, with the network's own layers; see `Objective`.
     """
     if not group.together():
         return Joined(student(module))
     synchronise(module, device)
     share_ranges(module)
-    # Buffers are not the first's: norms' statistics and ranges are made of all images already. Some networks have
-    # parameters that an output in training mode does not depend on.
+    # Buffers are not copied from the first process: norms' statistics and ranges already cover all images. Some
+    # networks have parameters that an output in training mode does not depend on.
     together = DistributedDataParallel(
         student(module),
         device_ids=[device] if device.type == "cuda" else None,
@@ -65,9 +65,9 @@ def joined(module: nn.Module, device: torch.device, student: Callable[[nn.Module
 
 
 def _summed(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Begin on the sum of a ``GradBucket``'s gradients, as torch does without a hook, while the backward goes on.
+    """Start summing the gradients of a ``GradBucket`` while the backward continues, as torch does without a hook.
 
-    From the last one on there is nothing to do but to wait for it.
+    After the last bucket only waiting is left.
     """
     if bucket.is_last():
         group.waiting_begins()
