@@ -65,9 +65,9 @@ class Ceilings(Config):
         Raises:
             CardError: it demands more.
         """
-        for name, asked in _demands(serving):
-            if asked > (most := getattr(self, name)):
-                said = "any amount" if asked == math.inf else f"{asked:_}"
+        for name, value in _demands(serving):
+            if value > (most := getattr(self, name)):
+                said = "any amount" if value == math.inf else f"{value:_}"
                 raise CardError(
                     f"{archive}: asks for {name} {said}, and this server allows at most {most:_}: pack it with less, "
                     f"or raise {name} under [ceilings] in the store's serve.toml"

@@ -202,8 +202,8 @@ def _source_errors(source: Path, copy: Path) -> Iterator[None]:
 def _check_archive(source: Path, archive: OpenArchive, policy: Policy, foreign: ForeignParts | None) -> None:
     card = archive.check()
     # The own server runs no Python of an archive, and never more processes than cores.
-    asked = archive.serving()
-    policy.ceilings.check(source, asked if foreign is not None else dataclasses.replace(asked, workers=1))
+    requested = archive.serving()
+    policy.ceilings.check(source, requested if foreign is not None else dataclasses.replace(requested, workers=1))
     if policy.keys:
         if (name := archive.name()) != source.stem:
             raise SignatureError(f"{source}: is the signed archive of {name}, and not of {source.stem}")

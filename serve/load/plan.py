@@ -144,7 +144,7 @@ class Result:
 def pooled(results: list[Result]) -> Result:
     """Combine several runs into one. Stages are the mean of the runs'."""
     names = {name for result in results for name in result.stages}
-    told = {name: [result.stages[name] for result in results if name in result.stages] for name in names}
+    stage_values = {name: [result.stages[name] for result in results if name in result.stages] for name in names}
     return Result(
         seconds=sum(result.seconds for result in results),
         counts={
@@ -155,7 +155,7 @@ def pooled(results: list[Result]) -> Result:
         rejection=merged(result.rejection for result in results),
         cpu_s=sum(result.cpu_s for result in results),
         came=sum(result.came for result in results),
-        stages={name: sum(values) / len(values) for name, values in told.items()},
+        stages={name: sum(values) / len(values) for name, values in stage_values.items()},
         faults=tuple(fault for result in results for fault in result.faults)[:8],
         gave_up=any(result.gave_up for result in results),
         late_ms=max((result.late_ms for result in results), default=0.0),

@@ -60,13 +60,13 @@ def advisories(libraries: Sequence[JavaLibrary], *, osv: str = OSV) -> Iterator[
     Raises:
         AuditError: OSV cannot be reached, or its answer is not as documented.
     """
-    asked = [library for library in libraries if library.version is not None]
+    versioned = [library for library in libraries if library.version is not None]
     left: list[tuple[JavaLibrary, dict[str, Any]]] = [
         (
             library,
             {"package": {"ecosystem": "Maven", "name": f"{library.group}:{library.name}"}, "version": library.version},
         )
-        for library in asked
+        for library in versioned
     ]
     try:
         for _ in range(_MOST_PAGES):
@@ -86,7 +86,7 @@ def advisories(libraries: Sequence[JavaLibrary], *, osv: str = OSV) -> Iterator[
         raise AuditError(f"the jars were not checked whole: OSV has more than {_MOST_PAGES} pages of answers")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise AuditError(
-            f"the jars' {len(asked)} known versions were not checked: OSV cannot be reached "
+            f"the jars' {len(versioned)} known versions were not checked: OSV cannot be reached "
             f"({type(error).__name__}: {first_line(error)})"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

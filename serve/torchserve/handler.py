@@ -131,32 +131,32 @@ class ImageClassifierHandler:
         from serve.runtime.service.protocol import answer, refuse
 
         begun = time.monotonic()
-        asked = [self._parse(parameters, context, index) for index, parameters in enumerate(data)]
+        entries = [self._parse(parameters, context, index) for index, parameters in enumerate(data)]
         try:
-            answers = iter(self._opened().answer_batch([entry for entry in asked if _is_request(entry)]))
+            answers = iter(self._opened().answer_batch([entry for entry in entries if _is_request(entry)]))
         except BrokenError as error:
             self.tell_metrics()
             _end_worker(error)
         answered: list[Answered] = []
         bodies: list[bytes] = []
-        for index, entry in enumerate(asked):
-            told: Answered | None = None
+        for index, entry in enumerate(entries):
+            result: Answered | None = None
             if entry is None:
                 status, body = 200, json.dumps(self.describe_handle(), allow_nan=False).encode()
             elif isinstance(entry, Refusal):
                 status, body = refuse(entry)
             else:
-                told = next(answers)
-                answered.append(told)
-                status, body = answer(entry, told.outcomes)
+                result = next(answers)
+                answered.append(result)
+                status, body = answer(entry, result.outcomes)
                 # Without the time in TorchServe's own queue, which `Batches.groovy` adds.
-                context.set_response_header(index, "Server-Timing", told.stages.server_timing)
+                context.set_response_header(index, "Server-Timing", result.stages.server_timing)
             context.set_response_status(status, _PHRASES.get(status, ""), idx=index)
             context.set_response_content_type(index, "application/json")
             bodies.append(body)
             if self._log is not None:
-                self._log(_observation(context, index, entry, answered=told, status=status, begun=begun))
-        refused = [_word(entry) for entry in asked if isinstance(entry, Refusal)]
+                self._log(_observation(context, index, entry, answered=result, status=status, begun=begun))
+        refused = [_word(entry) for entry in entries if isinstance(entry, Refusal)]
         if self._metrics is not None and (answered or refused):
             self._metrics.add(answered, refused)
         return bodies
@@ -192,10 +192,10 @@ class ImageClassifierHandler:
         # may also be a header.
         headers = {header.lower(): value for header, value in context.get_all_request_header(index).items()}
         serving = self._opened().serving
-        asked = {"k": headers[_K_HEADER]} if _K_HEADER in headers else {}
+        defaults = {"k": headers[_K_HEADER]} if _K_HEADER in headers else {}
         try:
             return parse(
-                {**asked, **parameters},
+                {**defaults, **parameters},
                 says_json=kind.partition(";")[0].strip().lower() == "application/json",
                 request_type=str(headers.get("content-type", "")).lower(),
                 default_k=serving.k,
@@ -214,14 +214,14 @@ def _open_log() -> RequestLog:
 
 
 def _observation(
-    context: Any, index: int, asked: Request | Refusal | None, *, answered: Answered | None, status: int, begun: float
+    context: Any, index: int, parsed: Request | Refusal | None, *, answered: Answered | None, status: int, begun: float
 ) -> Observation:
     """Return the observation of one request.
 
     Args:
         context: TorchServe's context of the batch.
         index: index of the request in the batch.
-        asked: the result of `ImageClassifierHandler._parse`.
+        parsed: the result of `ImageClassifierHandler._parse`.
         answered: the service's answer. None: it was not called.
         status: status of the response.
         begun: when the worker received the batch, in seconds of `time.monotonic`.
@@ -233,18 +233,18 @@ def _observation(
     given = next((str(value) for name, value in headers.items() if name.lower() == _ID_HEADER), "")
     # The project's frontend sets it. A stock TorchServe does not, but it stores a form's parts among the headers, by
     # name.
-    told = headers.get(_FRONTEND_HEADER)
-    waited = float(told) if isinstance(told, str) else None
+    frontend_ms = headers.get(_FRONTEND_HEADER)
+    waited_ms = float(frontend_ms) if isinstance(frontend_ms, str) else None
     observation = Observation(
         request_id(given, lambda: str(context.get_request_id(index))),
         next((route for route in ("describe", "explain") if headers.get(route) == "True"), "predict"),
         context.model_name,
         context.manifest["model"]["modelVersion"],
         status,
-        time.monotonic() - begun + (waited or 0.0) / 1e3,
-        images=len(asked.images) if _is_request(asked) else 0,
-        refusals=(_word(asked),) if isinstance(asked, Refusal) else (),
-        frontend_ms=waited,
+        time.monotonic() - begun + (waited_ms or 0.0) / 1e3,
+        images=len(parsed.images) if _is_request(parsed) else 0,
+        refusals=(_word(parsed),) if isinstance(parsed, Refusal) else (),
+        frontend_ms=waited_ms,
     )
     if answered is not None:
         observation.tell(answered)

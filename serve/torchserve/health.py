@@ -103,25 +103,25 @@ def _look(model: ServedModel, client: Client) -> ModelHealth:
     ready = sum(worker["status"] == "READY" for worker in record["workers"])
     wanted = int(record["minWorkers"])
     try:
-        told = client.describe(model.name, model.version) if ready else {}
+        description = client.describe(model.name, model.version) if ready else {}
     except ServerError as error:
         return ModelHealth(model, 0, wanted, {}, str(error))
-    return ModelHealth(model, ready, wanted, told)
+    return ModelHealth(model, ready, wanted, description)
 
 
 def _lines(entry: ModelHealth, *, default: bool) -> list[str]:
-    told, ending = entry.told, "  (default)" if default else ""
+    facts, ending = entry.told, "  (default)" if default else ""
     if entry.fault:
         return [f"  {entry.model.name}: {entry.fault}{ending}"]
     executed = (
-        f", {told.get('precision', '?')} by {told.get('execution', '?')} ({told.get('provider', '?')}, "
-        f"threads: {told.get('threads', '?')})"
-        if told
+        f", {facts.get('precision', '?')} by {facts.get('execution', '?')} ({facts.get('provider', '?')}, "
+        f"threads: {facts.get('threads', '?')})"
+        if facts
         else ""
     )
     version = "" if entry.model.version == "1.0" else f", version {entry.model.version}"
     return [
         f"  {entry.model.name}: {entry.ready} of {entry.wanted} worker(s) ready{executed}{version}{ending}",
         *([f"    not asked for a known answer: {entry.model.unchecked}"] if entry.model.unchecked else []),
-        *(f"    passed over {other['execution']}: {other['reason']}" for other in told.get("passed_over", ())),
+        *(f"    passed over {other['execution']}: {other['reason']}" for other in facts.get("passed_over", ())),
     ]

@@ -66,7 +66,7 @@ class _Staged:
     """A model whose archive is in the server's folder, and the archive's instructions."""
 
     model: ServedModel
-    told: Instructions
+    instructions: Instructions
 
 
 def add(
@@ -226,7 +226,7 @@ def _load(
         for model, archive in archives.items():
             staged.append(_Staged(model, stage(folder, model, archive, pack, policy)))
         _start(change, staged, deadline_s, on_ready, progressed)
-    return tuple(entry.model.asked_for(entry.told.known) for entry in staged)
+    return tuple(entry.model.asked_for(entry.instructions.known) for entry in staged)
 
 
 @contextmanager
@@ -249,12 +249,12 @@ def _start(
 ) -> None:
     log = Log.from_now(state_folder(change.store) / "logs")
     for entry in staged:
-        change.client.register(entry.model.name, entry.model.file, workers=entry.told.serving.workers)
+        change.client.register(entry.model.name, entry.model.file, workers=entry.instructions.serving.workers)
     wait_until_ready(
         psutil.Process(change.server.pid),
         change.client,
         log,
-        {entry.model.name: Awaited(entry.model.version, entry.told.known) for entry in staged},
+        {entry.model.name: Awaited(entry.model.version, entry.instructions.known) for entry in staged},
         deadline_s=deadline_s,
         on_ready=on_ready,
         progressed=progressed,

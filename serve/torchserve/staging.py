@@ -48,10 +48,10 @@ def stage(
         )
     else:
         pack(model.name, staged)
-    told = instructions_in(staged)
-    policy.ceilings.check(archive, told.serving)
-    if policy.known and told.known is None:
+    instructions = instructions_in(staged)
+    policy.ceilings.check(archive, instructions.serving)
+    if policy.known and instructions.known is None:
         policy.without_known(archive)
     if model.version != MODEL_VERSION:
         with_version(staged, model.version, staged)
-    return told
+    return instructions

@@ -253,20 +253,20 @@ class _Clock:
                 self._first.append(took)
             self._measured = True
 
-    def tell(self, trial: Trial, left: int, asked: int) -> None:
-        """Report the outcome of a trial. ``left`` trials and ``asked`` measurements in turns may follow."""
+    def tell(self, trial: Trial, left: int, in_turns: int) -> None:
+        """Report the outcome of a trial. ``left`` trials and ``in_turns`` measurements in turns may follow."""
         self._trials += self._measured
         self._measured = False
-        self._say(f"{describe(trial.way, self._kind)}: {trial.outcome}{self._rest(left, asked)}")
+        self._say(f"{describe(trial.way, self._kind)}: {trial.outcome}{self._rest(left, in_turns)}")
 
     def ask(self, line: str) -> None:
         """Report that the turns begin."""
         self._say(f"{line}{self._rest(0, MOST_ASKED)}")
 
-    def _rest(self, left: int, asked: int) -> str:
+    def _rest(self, left: int, in_turns: int) -> str:
         if not self._trials:  # everything was measured before
             return ""
-        seconds = left * self._spent / self._trials + asked * statistics.mean(self._first) + self._curve_s
+        seconds = left * self._spent / self._trials + in_turns * statistics.mean(self._first) + self._curve_s
         return f"; about {seconds:.0f} s left" if seconds else ""
 
 

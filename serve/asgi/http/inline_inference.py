@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 # The most seconds that an engine may take for an image. Requests that arrive meanwhile (health, metrics) hardly wait.
 _QUICK_S = 0.01
-# Only JPEG: a service accepts small images alone, and a small JPEG costs at most 33 ms (100 scans) beyond what its
-# header shows. The strips of a TIFF and the texts of a PNG cost 0.2 s.
+# Only JPEG. One that is small enough costs at most 33 ms (100 scans) beyond what its header shows. A TIFF's strips and
+# a PNG's texts cost 0.2 s.
 _JPEG = b"\xff\xd8\xff"
 # Seconds after concurrent requests in which the loop computes nothing. More may follow, and images are not decoded
 # while the loop computes.

@@ -108,15 +108,15 @@ class Listening:
 
     def opens(self, *, tokens: bool) -> list[str]:
         """Return notes on who can reach the server. There are none for a unix socket with tokens."""
-        told = []
+        lines = []
         if self.path is None and self.expose:
-            told.append(f"exposed: whoever reaches {self.host}:{self.port} over the network can ask")
+            lines.append(f"exposed: whoever reaches {self.host}:{self.port} over the network can ask")
             if self.certificate is None:
-                told.append("exposed: without TLS, images, answers and tokens pass in the clear")
+                lines.append("exposed: without TLS, images, answers and tokens pass in the clear")
         if not tokens:
             who = "this user" if self.path is not None else "every user of this machine"
-            told.append(f"no token: {'whoever reaches it' if self.expose else who} is answered")
-        return told
+            lines.append(f"no token: {'whoever reaches it' if self.expose else who} is answered")
+        return lines
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the TLS files out. Another process reads them itself."""
@@ -167,8 +167,8 @@ class Listening:
 def shared(opened: socket.socket) -> None:
     """Let other processes of this user listen on the port of a socket too.
 
-    Linux (3.9) gives each process an even share, by SO_REUSEPORT. The socket may listen already. It was opened without
-    the option, which proves that nobody else had the address.
+    Linux (3.9) gives each process an even share, by SO_REUSEPORT. The socket may listen already. If it was opened
+    without the option, nobody else had the address then.
     """
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 

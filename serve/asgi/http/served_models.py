@@ -159,9 +159,9 @@ class Models:
         self.expected = tuple(served)
         self._versions = {name: {entry.version: entry for entry in entries} for name, entries in served.items()}
         shares = {name: [(entry, entry.weight) for entry in entries] for name, entries in served.items()}
-        for name, told in shares.items():
-            if told != self._shares.get(name):
-                for entry, _ in told:
+        for name, weighted in shares.items():
+            if weighted != self._shares.get(name):
+                for entry, _ in weighted:
                     entry._credit = 0
         self._shares = shares
         staying = set(map(id, self))

@@ -57,12 +57,12 @@ class Tls:
         """
         before = self._contents()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        told = f"--tls-certificate {self._certificate}" + (f" and --tls-key {self._key}" if self._key else "")
+        options = f"--tls-certificate {self._certificate}" + (f" and --tls-key {self._key}" if self._key else "")
         right = "they must be a certificate chain and its private key, in PEM and without a pass phrase"
         try:
             context.load_cert_chain(self._certificate, self._key, password="")
             if self._authorities is not None:
-                told = f"--tls-client-authorities {self._authorities}"
+                options = f"--tls-client-authorities {self._authorities}"
                 right = "it must hold certificates in PEM"
                 context.load_verify_locations(self._authorities)
                 context.verify_mode = ssl.CERT_REQUIRED
@@ -73,9 +73,9 @@ class Tls:
                 context.num_tickets = 0
         except OSError as error:
             reason = getattr(error, "reason", None) or error.strerror or error
-            raise UserError(f"{told} cannot be used for TLS ({reason}): {right}") from None
+            raise UserError(f"{options} cannot be used for TLS ({reason}): {right}") from None
         if self._contents() != before:
-            raise UserError(f"{told} changed while it was read: try again")
+            raise UserError(f"{options} changed while it was read: try again")
         return Secrets(context, *before)
 
     def _contents(self) -> tuple[bytes, bytes, bytes | None]:

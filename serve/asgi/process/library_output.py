@@ -40,9 +40,9 @@ def divert() -> None:
     streams = [(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_DUP2, before, 1)]
     # It ends when the last writer closes the pipe. systemd and terminals send these signals to all processes, and it
     # must outlive the server.
-    told = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    blocked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     program = [sys.executable, "-I", "-S", "-B", __file__]
-    os.posix_spawn(sys.executable, program, os.environ, file_actions=streams, setsid=True, setsigmask=told)
+    os.posix_spawn(sys.executable, program, os.environ, file_actions=streams, setsid=True, setsigmask=blocked)
     os.dup2(writing, 2)
     os.close(reading)
     os.close(writing)

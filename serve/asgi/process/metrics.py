@@ -100,10 +100,10 @@ class Metrics:
             encode, content_type = choose_encoder(call.headers.get("accept", ""))
         except TypeError:  # prometheus_client 0.26 raises for a version that is not a number
             encode, content_type = choose_encoder("")
-        told: _CollectedMetrics | CollectorRegistry = self.registry
+        collected: _CollectedMetrics | CollectorRegistry = self.registry
         if self._siblings is not None:
-            told = _CollectedMetrics(await self._siblings.gather(self.registry.collect()))
-        return Response(200, encode(told), content_type)
+            collected = _CollectedMetrics(await self._siblings.gather(self.registry.collect()))
+        return Response(200, encode(collected), content_type)
 
     def _child(self, metric: _Metric, *values: str) -> _Metric:
         """Return the series of these labels. It is looked up only once: that is most of the cost of counting."""
@@ -166,8 +166,8 @@ def _info_metric(served: list[Served]) -> Metric:
     labels = ("artifact", "format", "precision", "execution", "provider", "device", "threads", "max_batch", "content")
     family = GaugeMetricFamily("serve_model_info", "What is served, and what really runs it", labels=(*_MODEL, *labels))
     for entry in served:
-        told = entry.predictor.describe()
-        family.add_metric((entry.name, entry.version, *(str(told[label]) for label in labels)), 1.0)
+        description = entry.predictor.describe()
+        family.add_metric((entry.name, entry.version, *(str(description[label]) for label in labels)), 1.0)
     return family
 
 

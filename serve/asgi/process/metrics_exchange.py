@@ -67,11 +67,11 @@ class MetricsExchange:
         """
         numbers = [number for number in range(self._count) if number != self._number]
         answers = await asyncio.gather(*map(self._ask, numbers))
-        told = {self._number: list(own)} | dict(zip(numbers, answers, strict=True))
+        by_process = {self._number: list(own)} | dict(zip(numbers, answers, strict=True))
         up = GaugeMetricFamily("serve_process_up", "1: the process answered for itself", labels=(PROCESS,))
         families: dict[str, Metric] = {up.name: up}
-        for number in sorted(told):
-            found = told[number]
+        for number in sorted(by_process):
+            found = by_process[number]
             up.add_metric((str(number),), float(found is not None))
             for metric in found or ():
                 family = families.setdefault(

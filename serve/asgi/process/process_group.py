@@ -168,7 +168,7 @@ class _Started:
     failed: Failed | None = None
     killed: str = ""  # why the parent killed it
     change: int = 0  # number of the newest change that is not reported as finished; 0: none
-    asked: bool = False  # whether it has not answered the last question yet
+    waits_for_answer: bool = False  # whether it has not answered the last question yet
     unanswered: int = 0  # how many questions were due since then
 
 
@@ -249,7 +249,7 @@ class _Group:
                 asyncio.get_running_loop().remove_reader(started.pipe.fileno())
                 return
             if isinstance(message, Alive):
-                started.asked, started.unanswered = False, 0
+                started.waits_for_answer, started.unanswered = False, 0
             elif isinstance(message, Notice):
                 self._say(f"process {number}: {message.line}")
             elif isinstance(message, Failed):
@@ -273,8 +273,8 @@ class _Group:
             await asyncio.sleep(_ASK_AGAIN_S)
             for number, started in self._members.items():
                 opens = not started.ready or started.change
-                if not started.asked:
-                    started.asked = True
+                if not started.waits_for_answer:
+                    started.waits_for_answer = True
                     with contextlib.suppress(OSError):  # the process ends
                         started.pipe.send(None)
                 elif self._ending or not opens:

@@ -258,9 +258,9 @@ class _Process:
         notify("READY=1")
 
     def _loaded(self, served: Served, seconds: float) -> None:
-        told = served.predictor.describe()
+        info = served.predictor.describe()
         self._say(
-            f"loaded {served.name} {served.version}: {told['precision']} by {told['execution']} ({told['provider']}) "
+            f"loaded {served.name} {served.version}: {info['precision']} by {info['execution']} ({info['provider']}) "
             f"in {seconds:.1f} s; {served.checked[-1]}"
         )
         if served.unchecked:
@@ -269,12 +269,12 @@ class _Process:
         for entry in served.predictor.passed_over:
             self._say(f"  passed over {entry.execution}: {entry.reason}")
 
-    def _change(self, asked: Change | None) -> None:
-        task = asyncio.ensure_future(self._look_again(asked))
+    def _change(self, request: Change | None) -> None:
+        task = asyncio.ensure_future(self._look_again(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _look_again(self, asked: Change | None = None) -> None:
+    async def _look_again(self, request: Change | None = None) -> None:
         await self._begun.wait()  # otherwise systemd would be told READY too early
         if self._ending.is_set():
             return
@@ -288,14 +288,14 @@ class _Process:
                 if tls is not None and secrets is not None:
                     tls.newest = secrets
         except Exception as error:  # noqa: BLE001 - the served models stay, whatever the error
-            told = message_of(error)
-            _LOG.error("nothing was changed: %s", told)
+            message = message_of(error)
+            _LOG.error("nothing was changed: %s", message)
         else:
             shares = ", ".join(f"{served.name} {served.version} (weight {served.weight})" for served in self._models)
             _LOG.info("changed: serving %s", shares)
         notify("READY=1")
-        if self._member is not None and asked is not None:
-            self._member.tell(Changed(asked.number))
+        if self._member is not None and request is not None:
+            self._member.tell(Changed(request.number))
 
     async def _watch(self) -> None:
         """End the process if a device is lost or an engine hangs. A new process may work again."""
@@ -337,9 +337,9 @@ class _Process:
     def _handle_parent(self, member: Member) -> None:
         """Handle a message of the parent process. End if the parent has ended."""
         with contextlib.suppress(EOFError, OSError):
-            asked = member.parent.recv()
-            if isinstance(asked, Change):
-                self._change(asked)
+            received = member.parent.recv()
+            if isinstance(received, Change):
+                self._change(received)
             else:
                 member.tell(Alive())
             return

@@ -225,13 +225,15 @@ class GrpcServer:
         served = models.get(request.model_name, request.model_version or None)
         observation.model, observation.version = served.name, served.version
         with served.held():
-            told = signature(models, served)
+            described = signature(models, served)
             try:
                 # Pixels are copied into a new layout, which may take long. A thread does it while the loop answers
                 # others.
                 encoded = all(entry.datatype == "BYTES" for entry in request.inputs)
                 inference = (
-                    oip_grpc.read(told, request) if encoded else await asyncio.to_thread(oip_grpc.read, told, request)
+                    oip_grpc.read(described, request)
+                    if encoded
+                    else await asyncio.to_thread(oip_grpc.read, described, request)
                 )
             except RequestError as error:
                 raise bad_request(error) from None
@@ -240,8 +242,8 @@ class GrpcServer:
             observation.tell(answered)
 
             def write() -> Any:
-                outputs = oip.write_outputs(told, inference, answered.outcomes)
-                return oip_grpc.write(told, served.version, inference, outputs)
+                outputs = oip.write_outputs(described, inference, answered.outcomes)
+                return oip_grpc.write(described, served.version, inference, outputs)
 
             try:
                 return await written(inference.request, write)
@@ -253,16 +255,16 @@ def _credentials(tls: Tls | None) -> Any:
     """Return credentials that use the newest TLS files at each connection. None: no TLS."""
     if tls is None:
         return None
-    told = tls.newest
+    secrets = tls.newest
 
     def renewed() -> Any:
-        nonlocal told
-        if tls.newest is told:
+        nonlocal secrets
+        if tls.newest is secrets:
             return None
-        told = tls.newest
-        return _configuration(told)
+        secrets = tls.newest
+        return _configuration(secrets)
 
-    return grpc.dynamic_ssl_server_credentials(_configuration(told), renewed, told.authorities is not None)
+    return grpc.dynamic_ssl_server_credentials(_configuration(secrets), renewed, secrets.authorities is not None)
 
 
 def _configuration(secrets: Secrets) -> Any:
@@ -284,8 +286,8 @@ class _GrpcRequest:
 
     def deadline(self, timeout_s: float | None) -> float | None:
         """When the client gives up, by gRPC or by the request, in seconds of `time.monotonic`. None: never."""
-        told = [seconds for seconds in (self._left, timeout_s) if seconds is not None]
-        return self.arrived + min(told) if told else None
+        limits = [seconds for seconds in (self._left, timeout_s) if seconds is not None]
+        return self.arrived + min(limits) if limits else None
 
     def trailers(self) -> tuple[tuple[str, str], ...]:
         """Return the trailing metadata of the response."""

@@ -88,10 +88,12 @@ def write(signature: Signature, version: str, inference: Inference, outputs: Seq
 
 def write_metadata(signature: Signature) -> Any:
     """Return the ``ModelMetadataResponse`` of a model."""
-    told = model_metadata(signature)
-    response = message("ModelMetadataResponse")(name=told["name"], versions=told["versions"], platform=told["platform"])
+    found = model_metadata(signature)
+    response = message("ModelMetadataResponse")(
+        name=found["name"], versions=found["versions"], platform=found["platform"]
+    )
     for place in ("inputs", "outputs"):
-        for tensor in told[place]:
+        for tensor in found[place]:
             getattr(response, place).add(**tensor)
     return response
 

@@ -76,10 +76,10 @@ def read(signature: Signature, body: bytes, json_length: str | None) -> Inferenc
 
 def write(signature: Signature, version: str, inference: Inference, outputs: Sequence[Output]) -> Answer:
     """Return the response body with these tensors."""
-    told: dict[str, Any] = {"model_name": signature.name, "model_version": version}
+    document: dict[str, Any] = {"model_name": signature.name, "model_version": version}
     if inference.id:
-        told["id"] = inference.id
-    told["outputs"] = []
+        document["id"] = inference.id
+    document["outputs"] = []
     pieces: list[bytes] = []
     for output in outputs:
         entry: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
@@ -88,8 +88,8 @@ def write(signature: Signature, version: str, inference: Inference, outputs: Seq
             entry["parameters"] = {"binary_data_size": len(pieces[-1])}
         else:
             entry["data"] = output.data
-        told["outputs"].append(entry)
-    header = json.dumps(told, allow_nan=False, separators=(",", ":")).encode()
+        document["outputs"].append(entry)
+    header = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
     return Answer(b"".join([header, *pieces]), len(header) if pieces else None)
 
 

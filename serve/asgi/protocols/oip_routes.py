@@ -89,11 +89,11 @@ async def infer(call: Call) -> Response:
     """Run inference. The outputs are JSON or binary data, as the request wants."""
     served = _take_model(call)
     body = await call.body()
-    told = signature(call.models, served)
+    model_signature = signature(call.models, served)
     json_length = call.headers.get(oip_rest.LENGTH_HEADER)
 
     def read() -> oip.Inference:
-        return oip_rest.read(told, body, json_length)
+        return oip_rest.read(model_signature, body, json_length)
 
     try:
         inference = await asyncio.to_thread(read) if _is_long(body, json_length) else read()
@@ -105,8 +105,8 @@ async def infer(call: Call) -> Response:
     answered = await call.ask(served, inference.request)
 
     def write() -> oip_rest.Answer:
-        outputs = oip.write_outputs(told, inference, answered.outcomes)
-        return oip_rest.write(told, served.version, inference, outputs)
+        outputs = oip.write_outputs(model_signature, inference, answered.outcomes)
+        return oip_rest.write(model_signature, served.version, inference, outputs)
 
     try:
         answer = await written(inference.request, write)

@@ -133,11 +133,11 @@ class Backlog:
         """Admit a request by the pixels of each of its images, or return the refusal."""
         if (refusal := _too_large(self._budget, pixels)) is not None:
             return refusal
-        asked, limit = sum(pixels), self._budget.batch_pixels
-        if limit is not None and self._pixels + asked > limit and asked > limit // (self._requests + 1):
-            return _no_pixels_left(limit, asked)
+        pixel_count, limit = sum(pixels), self._budget.batch_pixels
+        if limit is not None and self._pixels + pixel_count > limit and pixel_count > limit // (self._requests + 1):
+            return _no_pixels_left(limit, pixel_count)
         self._requests += 1
-        self._pixels += asked
+        self._pixels += pixel_count
         return None
 
     def leave(self, pixels: int) -> None:
@@ -147,19 +147,19 @@ class Backlog:
 
 
 def _too_large(budget: Budget, pixels: Sequence[int]) -> Refusal | None:
-    asked = sum(pixels)
-    if budget.request_pixels is None or asked <= budget.request_pixels:
+    pixel_count = sum(pixels)
+    if budget.request_pixels is None or pixel_count <= budget.request_pixels:
         return None
     return Refusal(
         413,
-        f"the request's {len(pixels)} images have {asked} pixels together, more than the limit of "
+        f"the request's {len(pixels)} images have {pixel_count} pixels together, more than the limit of "
         f"{budget.request_pixels}: send fewer or smaller ones in one request",
     )
 
 
-def _no_pixels_left(limit: int, asked: int) -> Refusal:
+def _no_pixels_left(limit: int, pixel_count: int) -> Refusal:
     return Refusal(
         _TRY_AGAIN,
-        f"the requests that came with this one left too little of the batch's {limit} pixels for its {asked}: "
+        f"the requests that came with this one left too little of the batch's {limit} pixels for its {pixel_count}: "
         f"try again later",
     )

@@ -70,9 +70,9 @@ def first_working(
     """
     passed: list[PassedOver] = []
     for execution in serving.executions:
-        told = tuple(entry for entry in passed if entry.reason != NO_GPU)
+        reported = tuple(entry for entry in passed if entry.reason != NO_GPU)
         try:
-            predictor = opened(execution, told)
+            predictor = opened(execution, reported)
         except CardError:
             raise
         except Exception as error:  # noqa: BLE001 - a library may fail in any way; the next may work
@@ -135,18 +135,22 @@ def _execution_name(execution: Execution) -> str:
 
 
 def _log(predictor: Predictor) -> None:
-    told = predictor.describe()
+    facts = predictor.describe()
     _LOG.info(
-        "%s: runs by %s (%s, threads: %d)", told["artifact"], told["execution"], told["provider"], told["threads"]
+        "%s: runs by %s (%s, threads: %d)",
+        facts["artifact"],
+        facts["execution"],
+        facts["provider"],
+        facts["threads"],
     )
-    if told["decoder"] != CPU:
+    if facts["decoder"] != CPU:
         _LOG.warning(
             "%s: images are decoded by %s, with other pixels than its accuracy was measured on",
-            told["artifact"],
-            told["decoder"],
+            facts["artifact"],
+            facts["decoder"],
         )
     engine = find_engine(predictor.execution.engine)
     if (missing := unset(predictor.execution, computes_with_torch=engine.computes_with_torch)) is not None:
-        _LOG.warning("%s: %s", told["artifact"], missing)
+        _LOG.warning("%s: %s", facts["artifact"], missing)
     for entry in predictor.passed_over:
-        _LOG.warning("%s: passed over %s: %s", told["artifact"], entry.execution, entry.reason)
+        _LOG.warning("%s: passed over %s: %s", facts["artifact"], entry.execution, entry.reason)
