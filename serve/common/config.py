@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
-from pydantic._internal._model_construction import ModelMetaclass  # which pydantic 2 does not export
+from pydantic._internal._model_construction import ModelMetaclass  # pydantic 2 does not export it
 from pydantic.fields import FieldInfo
 
 from serve.runtime.display import fact_table

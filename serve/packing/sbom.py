@@ -66,7 +66,7 @@ def write_sbom(archive: Path, digest: str | None = None, *, keep: bool = True) -
     serial = uuid.uuid5(uuid.NAMESPACE_OID, f"{digest} {_environment()}")
     if keep and _serial_of(path) == serial.urn:
         return path
-    from cyclonedx.output.json import JsonV1Dot6  # not before: it takes its time
+    from cyclonedx.output.json import JsonV1Dot6  # a slow import
 
     text = JsonV1Dot6(_bom(archive, digest, serial)).output_as_string(indent=2)
     temporary = path.with_name(f".{path.name}.new")

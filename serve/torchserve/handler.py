@@ -67,7 +67,7 @@ def prefer_own_runtime() -> None:
     """
     own = _FOLDER / "serve"
     if not (own / "runtime").is_dir():
-        return  # imported from the project itself
+        return  # this file is not in an archive
     sys.path.insert(0, str(_FOLDER))
     loaded = getattr(sys.modules.get("serve"), "__file__", None)
     if loaded is not None and Path(loaded).resolve().parent != own:

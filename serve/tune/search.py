@@ -24,7 +24,7 @@ _LEAST = 0.05
 _NEAR = 1.5
 #: Final turns of the best and the present settings, and how many the best must win. Of two equal ones, one in sixteen
 #: would (binomial). Without turns, the luckiest of a dozen short measurements nearly always looks better.
-_TURNS, _WON = 7, 6
+_TURNS, _WINS_NEEDED = 7, 6
 #: Most measurements for the turns. Each starts a server, because the settings take turns.
 MOST_ASKED = 2 * _TURNS
 
@@ -319,8 +319,8 @@ def confirmed(found: Found, goal: Goal, measure: Measure, say: Callable[[str], N
         return found
     say("asking the best and the present way in turns …")
     turns: list[Turn] = []
-    while len(turns) < _TURNS and sum(not turn.won for turn in turns) <= _TURNS - _WON:
+    while len(turns) < _TURNS and sum(not turn.won for turn in turns) <= _TURNS - _WINS_NEEDED:
         turns.append(Turn(measure(best.way, point.rate, 1.0), measure(usual.way, point.rate, 1.0)))
     won = sum(turn.won for turn in turns)
     best.outcome += f"; asked in turns with the present way, better in {won} of {len(turns)}"
-    return replace(found, chosen=best if won >= _WON else usual, turns=tuple(turns))
+    return replace(found, chosen=best if won >= _WINS_NEEDED else usual, turns=tuple(turns))

@@ -62,13 +62,13 @@ class EarlyRefusal:
         began = time.monotonic()
         kind, response = _refusal(served.name, full)
         observation.status, observation.refusals = response.status, (kind,)
-        return response, self._observed(response, observation, began)
+        return response, self._observe_response(response, observation, began)
 
     def unread(self, refused: RefusedError) -> tuple[Response, Headers]:
         """Return the response to data that is not a request, and all its headers. The connection closes after it."""
         response = refusal_response(refused)
         observation = Observation(request_id(""), status=refused.status, refusals=(refused.kind,))
-        return response, self._observed(response, observation, time.monotonic())
+        return response, self._observe_response(response, observation, time.monotonic())
 
     def _is_authorised(self, given: Mapping[bytes, bytes]) -> bool:
         """Whether a request has a valid token, or needs none."""
@@ -80,7 +80,7 @@ class EarlyRefusal:
             return False
         return True
 
-    def _observed(self, response: Response, observation: Observation, began: float) -> Headers:
+    def _observe_response(self, response: Response, observation: Observation, began: float) -> Headers:
         """Inform the observers of a response. Return all its headers."""
         headers = self._application.headers(response, observation, began)
         self._application.observe(observation, began)

@@ -36,7 +36,7 @@ _SWITCH_S = 5e-5
 _HANDSHAKE_S = 10.0
 # For the end of a TLS connection: the client reads the rest and confirms. Nobody reads a connection that lies in a
 # client's pool, so the shutdown of the server takes that long.
-_GOODBYE_S = 5.0
+_TLS_SHUTDOWN_S = 5.0
 # For a connection that is accepted while the server shuts down. A handshake takes two round trips.
 _LAST_HANDSHAKE_S = 1.0
 # Open files beside connections: archives, libraries, devices.
@@ -70,7 +70,7 @@ class Loop(uvloop.Loop):
     async def create_server(self, *args: Any, ssl: Any = None, **settings: Any) -> Any:
         """Listen with TLS timeouts. uvicorn 0.54 sets none."""
         if ssl is not None:
-            settings |= {"ssl_handshake_timeout": _HANDSHAKE_S, "ssl_shutdown_timeout": _GOODBYE_S}
+            settings |= {"ssl_handshake_timeout": _HANDSHAKE_S, "ssl_shutdown_timeout": _TLS_SHUTDOWN_S}
         return await super().create_server(*args, ssl=ssl, **settings)
 
 
@@ -102,7 +102,7 @@ class HttpServer(uvicorn.Server):
                 waiting.append(opened.accept()[0])
         for server in self.servers:
             server.close()
-        await asyncio.gather(*map(self._take_up, waiting))
+        await asyncio.gather(*map(self._accept, waiting))
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -113,9 +113,9 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
         await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
 
-    async def _take_up(self, accepted: socket.socket) -> None:
+    async def _accept(self, accepted: socket.socket) -> None:
         secure = self.config.ssl
-        handshake_s, shutdown_s = (None, None) if secure is None else (_LAST_HANDSHAKE_S, _GOODBYE_S)
+        handshake_s, shutdown_s = (None, None) if secure is None else (_LAST_HANDSHAKE_S, _TLS_SHUTDOWN_S)
         with contextlib.suppress(OSError):  # no TLS, disconnected, or too slow: this concerns no other connection
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._connection,

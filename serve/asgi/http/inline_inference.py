@@ -22,7 +22,7 @@ _QUICK_S = 0.01
 _JPEG = b"\xff\xd8\xff"
 # Seconds after concurrent requests in which the loop computes nothing. More may follow, and images are not decoded
 # while the loop computes.
-_CROWDED_S = 1.0
+_CONCURRENT_PAUSE_S = 1.0
 
 
 class ClientConnection(Protocol):
@@ -65,7 +65,7 @@ class InlineInference:
             self._last_concurrent = now
         (image, *more) = request.images
         quick = served.service.here_s <= _QUICK_S and isinstance(image, bytes) and image.startswith(_JPEG) and not more
-        return quick and not who.waiting and now - self._last_concurrent > _CROWDED_S
+        return quick and not who.waiting and now - self._last_concurrent > _CONCURRENT_PAUSE_S
 
     @contextmanager
     def computing(self, who: ClientConnection, served: Served) -> Iterator[None]:

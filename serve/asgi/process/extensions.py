@@ -25,7 +25,7 @@ def extend(application: Application, settings: Settings, siblings: MetricsExchan
     oip_routes.add_routes(application)
     Metrics(application, siblings)
     if settings.grpc_port is not None:
-        from serve.asgi.protocols.grpc_server import GrpcServer  # grpcio takes a tenth of a second, and threads
+        from serve.asgi.protocols.grpc_server import GrpcServer  # grpcio takes 0.1 s, and starts threads
 
         GrpcServer(
             application,

@@ -51,7 +51,7 @@ class ModelUpdates:
         self._on_left_out = on_left_out
         self._changing = asyncio.Lock()
         self._closing: list[threading.Thread] = []  # of engines that did not answer in time
-        self._leaving: set[asyncio.Task[bool]] = set()
+        self._closings: set[asyncio.Task[bool]] = set()
 
     @property
     def left_open(self) -> bool:
@@ -102,7 +102,7 @@ class ModelUpdates:
                 served.weight = weight
             for old in self._models.replace(found):
                 task = asyncio.ensure_future(self._close_version(old))
-                self._leaving.add(task)
+                self._closings.add(task)
                 task.add_done_callback(self._forget_closing)
             if opened:
                 freeze_heap()
@@ -119,7 +119,7 @@ class ModelUpdates:
         seconds = self._drain_s if within_s is None else within_s
         async with self._changing:
             leaving = [asyncio.ensure_future(self._close_version(old, seconds)) for old in self._models.replace({})]
-            over, late = await asyncio.wait(self._leaving, timeout=seconds) if self._leaving else (set(), set())
+            over, late = await asyncio.wait(self._closings, timeout=seconds) if self._closings else (set(), set())
             answered = await asyncio.gather(*leaving)
         return all(answered) and all(task.result() for task in over) and not late
 
@@ -132,7 +132,7 @@ class ModelUpdates:
         return None
 
     def _forget_closing(self, task: asyncio.Task[bool]) -> None:
-        self._leaving.discard(task)
+        self._closings.discard(task)
         freeze_heap()  # frees what it held; at shutdown this would only take time
 
     async def _close_version(self, served: Served, within_s: float | None = None) -> bool:

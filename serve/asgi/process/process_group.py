@@ -210,7 +210,7 @@ class _Group:
             raise self._failure
         return self._status
 
-    # One process.
+    # Methods for one process.
 
     def _start(self, number: int, opened: socket.socket | None = None) -> None:
         if self._ending:
@@ -221,7 +221,7 @@ class _Group:
             self._replace(number, f"cannot be started ({error.strerror or error})")
             return
         loop = asyncio.get_running_loop()
-        loop.add_reader(started.pipe.fileno(), self._hear, number, started)
+        loop.add_reader(started.pipe.fileno(), self._read_messages, number, started)
         loop.add_reader(started.process.sentinel, self._handle_exit, number, started)
 
     def _started(self, number: int, opened: socket.socket | None) -> _Started:
@@ -239,7 +239,7 @@ class _Group:
             raise
         return _Started(process, ours)
 
-    def _hear(self, number: int, started: _Started) -> None:
+    def _read_messages(self, number: int, started: _Started) -> None:
         while True:
             try:
                 if not started.pipe.poll():
@@ -299,7 +299,7 @@ class _Group:
             notify("READY=1")
 
     def _handle_exit(self, number: int, started: _Started) -> None:
-        self._hear(number, started)
+        self._read_messages(number, started)
         loop = asyncio.get_running_loop()
         loop.remove_reader(started.process.sentinel)
         loop.remove_reader(started.pipe.fileno())
@@ -329,7 +329,7 @@ class _Group:
         else:
             self._stop(UserError(failed.message) if failed.users else EngineError(failed.message))
 
-    # All of them.
+    # Methods for all processes.
 
     def _change(self) -> None:
         """Make all processes read the wanted models again."""

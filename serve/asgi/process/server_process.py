@@ -42,7 +42,7 @@ from serve.runtime.service.logs import RequestLog
 
 _LOG = logging.getLogger(__name__)
 # Inference in the event loop takes some milliseconds. In a group, a process that is silent for 30 s is killed.
-_MOST_IN_LOOP_S = 8.0
+_LONGEST_INLINE_S = 8.0
 
 
 def build(settings: Settings, models: Models, siblings: MetricsExchange | None = None) -> Application:
@@ -270,11 +270,11 @@ class _Process:
             self._say(f"  passed over {entry.execution}: {entry.reason}")
 
     def _change(self, request: Change | None) -> None:
-        task = asyncio.ensure_future(self._look_again(request))
+        task = asyncio.ensure_future(self._reload(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _look_again(self, request: Change | None = None) -> None:
+    async def _reload(self, request: Change | None = None) -> None:
         await self._begun.wait()  # otherwise systemd would be told READY too early
         if self._ending.is_set():
             return
@@ -308,16 +308,16 @@ class _Process:
                 self._hangs = True
             if found is not None:
                 found[0].lost = True
-                self._fail(_ends(*found))
+                self._fail(_engine_error(*found))
                 return
 
     def _watch_loop(self) -> None:
         """Do the same from outside the event loop, which handles no signal while it computes."""
-        looks = Watchdog(_MOST_IN_LOOP_S)
+        looks = Watchdog(_LONGEST_INLINE_S)
         while not self.over.wait(watchdog.LOOK_S):
             job = self._application.inline.job
             if (found := looks.look([] if job is None else [job])) is not None:
-                self._failure = _ends(*found)
+                self._failure = _engine_error(*found)
                 self._exit(1)
 
     def _fail(self, error: PipelineError) -> None:
@@ -348,5 +348,5 @@ class _Process:
         self._ending.set()
 
 
-def _ends(served: Served, reason: str) -> EngineError:
+def _engine_error(served: Served, reason: str) -> EngineError:
     return EngineError(f"{served.name}: {reason}: the server ends, to be restarted")

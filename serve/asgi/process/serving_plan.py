@@ -154,7 +154,7 @@ class Plan:
             ValueError,
             AttributeError,
             RecursionError,
-        ) as error:  # PyYAML: of dates, numbers, depth
+        ) as error:  # PyYAML raises them for dates, numbers and depth
             raise UserError(f"{file}: is no YAML ({' '.join(str(error).split())[:200]})") from None
         try:
             models = versions_of(body)

@@ -157,7 +157,7 @@ def settle(execution: Execution, *, computes_with_torch: bool) -> None:
         execution: the execution of the process.
         computes_with_torch: whether its engine uses torch's threads.
     """
-    import torch  # this module is read before torch is, for the environment
+    import torch  # this module sets the environment before torch loads
 
     torch.set_num_threads(execution.cores if computes_with_torch else 1)
     if computes_with_torch and execution.device_type == "cpu":

@@ -183,7 +183,7 @@ class DeviceDecoder:
         fitted: list[torch.Tensor | None] = [None] * len(items)
         if not whole:
             return fitted
-        with self._turn, torch.inference_mode(), torch.cuda.stream(self._stream):  # None: the current one
+        with self._turn, torch.inference_mode(), torch.cuda.stream(self._stream):  # None: the current stream
             try:
                 for index, image in zip(whole, self._decode_batch([items[index] for index in whole]), strict=True):
                     if image is not None and _matches_header(image, headers[index]):

@@ -64,8 +64,8 @@ ONNXRUNTIME = register(
                 "let ONNX Runtime rewrite the graph; else every node runs as it is written, quantizers between floats",
             )
         },
-        # Two distributions of one library; which of them is installed, the machine's versions say.
+        # Two distributions of one library. The machine's versions show the installed one.
         libraries=("onnxruntime", "onnxruntime-gpu"),
-        companions=(".data",),  # where a graph keeps large weights beside it
+        companions=(".data",),  # a graph's large weights
     )
 )

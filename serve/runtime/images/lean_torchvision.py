@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch  # torchvision's own first import, which must see no stand-in
+import torch  # torchvision imports it first, and it must see no stand-in
 
 __all__ = ["InterpolationMode", "decode_jpeg", "decode_webp", "functional", "models", "torchvision"]
 
@@ -66,7 +66,7 @@ if _STAND_INS:
     sys.modules |= _STAND_INS
 try:
     import torchvision
-    import torchvision.io  # which loads the operator below
+    import torchvision.io  # loads the operators below
     from torchvision import models
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.v2 import functional

@@ -104,7 +104,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def device_key(device: torch.device) -> dict[str, str]:
     """Return the properties of a device that compiled code depends on."""
-    import torch  # not above: who starts TorchServe needs none of it
+    import torch  # not above, because the launcher of TorchServe needs no torch
 
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -54,7 +54,7 @@ class Queues:
         self._to_infer = threading.Condition(self.lock)
         self._largest, self._together, self._decode_threads = most, together, decode_threads
         # Most images that are decoded ahead of the engine.
-        self._room = max(2 * most, most + decode_threads * together)
+        self._ready_limit = max(2 * most, most + decode_threads * together)
         self._engine_decodes_nothing = hands_over
         self._lone: PendingRequest | None = None  # the request that the engine's thread must decode
         self._idle = False  # whether that thread waits
@@ -73,7 +73,7 @@ class Queues:
             with self.lock:
                 self._in_step -= 1
 
-    # Under the lock.
+    # The caller holds the lock.
 
     def add(self, work: PendingRequest) -> None:
         """Add a request with images to decode. The caller holds the lock."""
@@ -110,7 +110,7 @@ class Queues:
         self._to_decode.notify_all()
         self._to_infer.notify_all()
 
-    # For who decodes.
+    # For the decode threads.
 
     def next_works(self) -> list[PendingRequest]:
         """Return the next requests to decode: one, or several for a decoder of batches. Empty: the service has ended.
@@ -119,7 +119,7 @@ class Queues:
         """
         with self.lock:
             while not self.closed:
-                if self.works and len(self.ready) < self._room:
+                if self.works and len(self.ready) < self._ready_limit:
                     work = self.works.popleft()
                     if work.large and self._large >= max(1, self._decode_threads - 1):
                         for place, other in enumerate(self.works):

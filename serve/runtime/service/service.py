@@ -247,9 +247,9 @@ class Service:
         compute_alone()
         started.wait()
         while works := self._queues.next_works():
-            self._take_up(works)
+            self._decode_some(works)
 
-    def _take_up(self, works: Sequence[PendingRequest], most: int | None = None) -> None:
+    def _decode_some(self, works: Sequence[PendingRequest], most: int | None = None) -> None:
         """Read the headers of some requests if necessary, and decode an image of each.
 
         Args:
@@ -308,7 +308,7 @@ class Service:
         lone = seconds.get(1, seconds[min(seconds)])
         self.here_s = lone if self.predictor.any_thread else math.inf
         self._stalls_s = max(_STALLS_S, _STALLS_TIMES * seconds[self._max_batch])
-        self._pays = seconds[self._max_batch] <= _BATCHING_PAYS * self._max_batch * lone
+        self._batching_pays = seconds[self._max_batch] <= _BATCHING_PAYS * self._max_batch * lone
 
     def _infer_for_ever(self) -> None:
         while batch := self._next_batch():
@@ -318,7 +318,7 @@ class Service:
     def _answer_here(self, work: PendingRequest) -> None:
         """Compute a lone request in place of the waiting engine thread. A large image goes to the decode threads."""
         try:
-            self._take_up([work], SMALL)
+            self._decode_some([work], SMALL)
             if batch := self._queues.next_batch(0.0, 0.0):
                 self._run(batch)
         finally:
@@ -331,7 +331,7 @@ class Service:
         except BrokenError as error:
             _LOG.critical("%s", error)
             self._break(error)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - see `_decode_some`
             _LOG.exception("a batch failed: %s", one_line(error))
             self._refuse([ready.work for ready in batch], FAILED)
         finally:
@@ -340,8 +340,8 @@ class Service:
     def _next_batch(self) -> list[ReadyImage]:
         """Wait for the next batch. Empty: the service has ended."""
         while (lone := self._queues.lone()) is not None:
-            self._take_up([lone], SMALL)
-        if not self._pays:
+            self._decode_some([lone], SMALL)
+        if not self._batching_pays:
             return self._queues.next_batch(0.0, 0.0)
         return self._queues.next_batch(self.serving.max_batch_delay_ms / 1e3, self.predictor.seconds[self._max_batch])
 

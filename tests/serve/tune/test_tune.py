@@ -30,7 +30,7 @@ def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(
 ) -> None:
     # Two turns, both of which must be won, and not six of seven, as `test_tune_search` has it: each starts two servers.
     monkeypatch.setattr(search, "_TURNS", 2)
-    monkeypatch.setattr(search, "_WON", 2)
+    monkeypatch.setattr(search, "_WINS_NEEDED", 2)
     artifact = artifacts.onnx(tmp_path / "artifact")
     usual = dataclasses.replace(serving_of(artifact, load_card(artifact)), batch_size=8)
     (artifact / "serving.json").write_text(usual.text)

@@ -134,7 +134,7 @@ def test_what_others_would_wait_for_is_left_to_the_models_thread(here_s: float, 
 
 def test_two_that_ask_at_once_are_left_to_its_thread_and_for_a_while_after(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Quick()
-    monkeypatch.setattr(inline_inference, "_CROWDED_S", 60.0)
+    monkeypatch.setattr(inline_inference, "_CONCURRENT_PAUSE_S", 60.0)
 
     async def do(connect: Connect) -> None:
         reader, writer = await connect()
@@ -153,7 +153,7 @@ def test_two_that_ask_at_once_are_left_to_its_thread_and_for_a_while_after(monke
         service.later()
         await whole_answer(reader)
         assert service.here == [False] * 3
-        monkeypatch.setattr(inline_inference, "_CROWDED_S", 0.0)
+        monkeypatch.setattr(inline_inference, "_CONCURRENT_PAUSE_S", 0.0)
         writer.write(post(PATH))
         await whole_answer(reader)
 
@@ -163,7 +163,7 @@ def test_two_that_ask_at_once_are_left_to_its_thread_and_for_a_while_after(monke
 
 def test_one_that_came_while_the_loop_was_computing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Quick()
-    monkeypatch.setattr(inline_inference, "_CROWDED_S", 60.0)
+    monkeypatch.setattr(inline_inference, "_CONCURRENT_PAUSE_S", 60.0)
 
     async def do(connect: Connect) -> None:
         reader, writer = await connect()
@@ -245,7 +245,7 @@ def test_a_loop_that_hangs_in_an_engine_ends_the_process(most_s: float, monkeypa
     torch.set_num_threads(2)
     stand_in(monkeypatch, service)
     monkeypatch.setattr(watchdog, "_GRACE_S", 0.5)
-    monkeypatch.setattr(server_process, "_MOST_IN_LOOP_S", most_s)
+    monkeypatch.setattr(server_process, "_LONGEST_INLINE_S", most_s)
     monkeypatch.setattr("serve.asgi.process.server_process.os._exit", leave)
 
     def say(line: str) -> None:

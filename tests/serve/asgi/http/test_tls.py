@@ -107,7 +107,7 @@ def test_a_tls_client_that_nobody_reads_for_does_not_hold_up_the_end(
     """A connection in a client's pool: that it is closed is read when it is taken for the next request."""
     service: Any = Stuck()
     stand_in(monkeypatch, service)
-    monkeypatch.setattr(http_server, "_GOODBYE_S", 0.5)
+    monkeypatch.setattr(http_server, "_TLS_SHUTDOWN_S", 0.5)
     monkeypatch.setattr(http_server, "_HANDSHAKE_S", 0.5)
     trusting = ssl.create_default_context(cafile=secure.certificate)
     clients: list[socket.socket] = []

@@ -413,11 +413,11 @@ def test_told_twice_to_change_it_is_ready_when_all_have_for_the_second_time(
     for number, (_, theirs) in enumerate(pipes):
         assert [theirs.recv() for _ in range(2)] == [Change(1), Change(2)]
         theirs.send(Changed(1))
-        together._hear(number, together._members[number])
+        together._read_messages(number, together._members[number])
     assert states == ["RELOADING=1", "RELOADING=1"]
     for number, (ours, theirs) in enumerate(pipes):
         theirs.send(Changed(2))
-        together._hear(number, together._members[number])
+        together._read_messages(number, together._members[number])
         theirs.close()
         ours.close()
     assert states == ["RELOADING=1", "RELOADING=1", "READY=1"]

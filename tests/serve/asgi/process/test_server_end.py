@@ -195,7 +195,7 @@ def test_the_end_waits_no_longer_for_a_version_that_was_replaced_and_hangs() -> 
             begun = time.monotonic()
             answered = await ending.end(0.3)
             took = time.monotonic() - begun
-            for task in ending._leaving:
+            for task in ending._closings:
                 task.cancel()
         return took, answered, ending.left_open
 
@@ -311,7 +311,7 @@ def test_told_twice_to_look_again_it_serves_what_was_said_last() -> None:
         looking._updates = Noting()  # type: ignore[assignment]
         looking._models = Models()
         looking._begun.set()
-        await asyncio.gather(looking._look_again(), looking._look_again())
+        await asyncio.gather(looking._reload(), looking._reload())
 
     asyncio.run(run())
     assert changed == ["0", "1"]

@@ -346,7 +346,7 @@ def test_what_is_answered_together_goes_through_the_engine_together(
 
     monkeypatch.setattr("serve.runtime.service.service.load", one_late)
     with service_of(artifact) as service, ThreadPoolExecutor(1) as asking:
-        service._pays = True
+        service._batching_pays = True
         service.predictor.seconds[8] = 30.0  # a batch is awaited for as long as one takes
         asked = asking.submit(service.answer_batch, [one(image) for image in (jpeg(0), last, jpeg(1), jpeg(2))])
         until(lambda: len(service._queues.ready) == 3)
@@ -403,8 +403,8 @@ def test_what_waits_to_be_decoded_and_is_cancelled_is_not_kept(gate: tuple[Servi
     """Its bytes are counted no more where they were received."""
     service, engine = gate
     first = shut(service, engine)
-    others = [service.submit(one(jpeg(1))) for _ in range(service._queues._room + 5)]
-    until(lambda: len(service._queues.ready) >= service._queues._room and service._queues.decoding == 0)
+    others = [service.submit(one(jpeg(1))) for _ in range(service._queues._ready_limit + 5)]
+    until(lambda: len(service._queues.ready) >= service._queues._ready_limit and service._queues.decoding == 0)
     waiting = [work.future for work in service._queues.works]
     assert len(waiting) >= 3
     for future in waiting:
