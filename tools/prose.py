@@ -29,7 +29,7 @@ HELD = (
     "SECURITY.md",
     "docs/get-started.md",
     "docs/guides/*.md",
-    "docs/design/search.md",
+    *(f"docs/design/{name}.md" for name in ("pruning", "search")),
     *(
         f"docs/explanations/{name}.md"
         for name in (
