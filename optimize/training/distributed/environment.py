@@ -75,7 +75,7 @@ def reach(*, serving: bool = False) -> TCPStore:
     from torch import distributed
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store: TCPStore = distributed.TCPStore(  # torch (2.14) does not declare the export
+    store: TCPStore = distributed.TCPStore(  # type: ignore[attr-defined]  # torch (2.14) does not declare the export
         host, port, is_master=serving, wait_for_workers=False
     )
     return store
