@@ -1,6 +1,6 @@
-"""An artifact's layers, each run alone by an engine on the integers that the reference gives it.
+"""Runs each layer of an artifact alone in an engine, on the integers that the reference gives it.
 
-This runs in a process of its own (`optimize.measure.processes`): what a library does to a process, it does to that one.
+This runs in a separate process (`optimize.measure.processes`), so that a library's crash ends only that process.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from serve.runtime.model_files.onnx_session import cpu_session
 from serve.runtime.model_files.program_file import load_program
 from serve.runtime.model_files.script_file import load_script
 
-#: Images that go through the reference together.
+#: Number of images that run through the reference together.
 _TOGETHER: Final = 4
 
-_LONGEST: Final = 1000  # characters of a reason
+_LONGEST: Final = 1000  # in characters, for a reason
 
 
 class Runner(Protocol):
     """An engine that runs single layers of an artifact."""
 
     def every(self, batch: Batch) -> Mapping[int, torch.Tensor | str]:
-        """The integers of each layer that it has, by number, from the batch's of those before it; or why not."""
+        """Return each layer's integers by number, computed from the batch's earlier integers, or why there are none."""
         ...
 
     def one(self, layer: Layer, batch: Batch) -> torch.Tensor:
-        """Those of one layer."""
+        """Return the integers of one layer."""
         ...
 
     def astray(self, layer: Layer) -> tuple[str, ...]:
-        """Names of layers before it that gave it, when all were run last, others than the batch's."""
+        """Return the names of earlier layers that gave this layer other integers than the batch's in the last run."""
         ...
 
 
 def check_layers(folder: Path, reference: Path, execution: Execution, pixels: torch.Tensor) -> Engine:
     """Run each layer of an artifact alone, and compare its integers with the reference's.
 
-    A layer that cannot be run alone is noted with the reason, and costs no other.
+    A layer that cannot be run alone is noted with the reason. The others still run.
 
     Args:
-        folder: the artifact's: a QDQ graph, or torch's packed program.
+        folder: the artifact's folder: a QDQ graph, or torch's packed program.
         reference: the reference program.
-        execution: what runs it.
-        pixels: ``uint8 (N, C, H, W)`` images.
+        execution: the engine and its settings.
+        pixels: images, ``uint8 (N, C, H, W)``.
 
     Raises:
         PipelineError: the artifact's layers are not those of the reference, none of them can be run alone, or its
@@ -71,7 +71,7 @@ def check_layers(folder: Path, reference: Path, execution: Execution, pixels: to
     is_graph = card.format == "onnx"
     for_cpus = is_graph and card.target != TENSORRT
     program = ReferenceLayers(load_program(reference), joined=for_cpus, padded=is_graph)
-    # Two, or the example would be taken for a network of one image.
+    # Two images, because one would fix the batch at 1.
     example = program.shown(pixels[:1].repeat(2, 1, 1, 1), card.preprocessing)
     open_runner = _RUNNERS.get(execution.engine)
     if open_runner is None:
@@ -108,7 +108,7 @@ def check_layers(folder: Path, reference: Path, execution: Execution, pixels: to
 def in_process(
     payload: bytearray, *, folder: str, reference: str, execution: Mapping[str, Any], shape: list[int]
 ) -> dict[str, Any]:
-    """`check_layers` as a process is asked for it: images as bytes of a shape, the answer as JSON values."""
+    """Run `check_layers` in a separate process: images come as bytes with a shape, and the result is JSON values."""
     pixels = torch.frombuffer(payload, dtype=torch.uint8).view(shape)
     return check_layers(Path(folder), Path(reference), Execution.from_json(execution), pixels).to_json()
 
@@ -123,7 +123,7 @@ def _alone(runner: Runner, layer: Layer) -> Callable[[Batch], torch.Tensor]:
 
 @dataclass
 class _Count:
-    """How many of a layer's integers are the reference's, over batches."""
+    """Counts how many of a layer's integers equal the reference's, over batches."""
 
     outputs: int = 0
     different: int = 0
@@ -132,7 +132,7 @@ class _Count:
     unable: str | None = None
 
     def compare(self, expected: torch.Tensor, found: torch.Tensor, why: Callable[[], Cause]) -> str | None:
-        """Compare the integers of a batch, and find out why they differ; the answer is why that cannot be done."""
+        """Compare the integers of a batch, and find out why they differ. Return why that is impossible, or None."""
         if expected.shape != found.shape:
             return f"it gives integers of the shape {tuple(found.shape)} where {tuple(expected.shape)} is meant"
         apart = (expected.int() - found.int()).abs()
@@ -142,17 +142,17 @@ class _Count:
         if self.cause is None and not self.agrees:
             try:
                 self.cause = why()
-            except Exception as error:  # noqa: BLE001 - an operator without float64, an engine that refuses
+            except Exception as error:  # noqa: BLE001 - an operator without float64, or an engine that refuses
                 return f"its integers differ by {self.steps} at most, and why cannot be found out: {_said(error)}"
         return None
 
     @property
     def agrees(self) -> bool:
-        """Whether the layer holds, by the images until now."""
+        """Whether the layer agrees on all images so far."""
         return agrees(self.outputs, self.different, self.steps)
 
     def found(self, layer: Layer) -> LayerParity:
-        """What there is to say of the layer."""
+        """Return the record of the layer."""
         cause = None if self.agrees else self.cause
         return LayerParity(layer.number, layer.name, self.outputs, self.different, self.steps, cause)
 
@@ -182,7 +182,7 @@ class _OfGraph:
         return torch.from_numpy(self._open[layer.number](self._graph.given(layer, batch)))
 
     def astray(self, layer: Layer) -> tuple[str, ...]:
-        """See `Runner`: each layer is a graph of its own, given what it takes."""
+        """See `Runner`. There are none, because each layer is a graph of its own with given inputs."""
         return ()
 
     def _opened(self, body: bytes) -> Callable[[dict[str, Any]], Any]:
@@ -215,14 +215,14 @@ class _Packed:
         if not numbers:
             why = f": {ended}" if ended else ""
             raise PipelineError(f"{file.name}: none of its layers is one of the reference program{why}")
-        # Which of those behind an operator that cannot be run have a step of their own, nobody knows.
+        # Behind an operator that cannot be run, it is unknown which layers have a step of their own.
         behind = [layer.number for layer in program.layers if ended and layer.number > numbers[-1]]
         self._numbers = (*numbers, *behind)
 
     def every(self, batch: Batch) -> Mapping[int, torch.Tensor | str]:
         """See `Runner`."""
         found = self._packed.integers(batch)
-        # Now: `one` computes no layer behind its own.
+        # Read it now, because `one` computes no layer behind its own.
         self._astray = {layer.number: self._packed.astray(layer) for layer in self._layers}
         return {number: found.get(number, f"{self._packed.ended}") for number in self._numbers}
 

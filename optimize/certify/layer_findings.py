@@ -1,4 +1,4 @@
-"""What was found of each layer: how many of its integers are the reference's, and why the others are not."""
+"""The results of each layer: how many of its integers equal the reference's, and why the others do not."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-#: Share of a layer's outputs that must be the reference's integers, and how many steps the others may be off.
+#: Share of a layer's outputs that must equal the reference's integers, and how many steps the others may be off.
 LEAST_EQUAL: Final = 0.9999
 MOST_STEPS: Final = 1
 
-#: Why a layer diverges. ``rounding``: exact arithmetic lies at a tie, and either integer is as near; ``lost clamp``:
-#: the engine's integers are those that exact arithmetic gives without a clamp; ``saturation``: with inputs of 7 bits it
-#: is right; ``kernel``: none of them explains it, it computes something else.
+#: Why a layer diverges. ``rounding``: exact arithmetic is at a tie, and both integers are equally near. ``lost clamp``:
+#: the engine's integers are those of exact arithmetic without a clamp. ``saturation``: with 7-bit inputs the layer is
+#: right. ``kernel``: none of these explains it, and the engine computes something else.
 Why = Literal["rounding", "lost clamp", "saturation", "kernel"]
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a layer diverges, and the experiment that says so."""
+    """Why a layer diverges, and the experiment that shows it."""
 
     why: Why
     said: str
@@ -30,12 +30,12 @@ class LayerParity:
     """A layer of an engine, run alone on the integers that the reference gives it.
 
     Attributes:
-        number: its place in the reference program, from 0.
+        number: its position in the reference program, from 0.
         name: its operators there.
-        outputs: how many integers were compared.
-        different: how many were not the reference's.
+        outputs: number of integers compared.
+        different: number of integers that differ from the reference's.
         steps: the largest difference, in integers.
-        cause: why it diverges; None where it does not.
+        cause: why it diverges. None: it does not.
     """
 
     number: int
@@ -58,7 +58,7 @@ class LayerParity:
 
 @dataclass(frozen=True)
 class Unable:
-    """A layer that an engine could not run alone, and why, in a line."""
+    """A layer that an engine could not run alone, with the reason in one line."""
 
     number: int
     name: str
@@ -70,11 +70,11 @@ class Engine:
     """All layers of an artifact as one engine computes them.
 
     Attributes:
-        execution: the engine, in the words of its executions.
-        layers: those that were compared, in the program's order.
-        unable: those that could not be run alone, or not be judged.
-        apart: why layers of the program are not among them, in a line; None if all are.
-        reason: why nothing was run; None if it was.
+        execution: the id of the engine's execution.
+        layers: the compared layers, in the program's order.
+        unable: the layers that could not be run alone, or not be judged.
+        apart: why some layers of the program are missing, in one line. None: none are.
+        reason: why nothing was run. None: it was.
     """
 
     execution: str
@@ -90,16 +90,16 @@ class Engine:
 
     @property
     def sound(self) -> bool:
-        """Whether no layer computes something else than its integers mean; a tie is either of two."""
+        """Whether every layer computes what its integers mean. At a tie either integer is right."""
         return all(layer.cause is None or layer.cause.why == "rounding" for layer in self.layers)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` reads them back to an equal record."""
+        """Return JSON values. `from_json` reads them back to an equal record."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Engine:
-        """Read what `to_json` wrote."""
+        """Read the values that `to_json` wrote."""
         layers = (
             LayerParity(**{**layer, "cause": Cause(**layer["cause"]) if layer["cause"] else None})
             for layer in body["layers"]
@@ -109,5 +109,5 @@ class Engine:
 
 
 def agrees(outputs: int, different: int, steps: int) -> bool:
-    """Whether a layer's integers are near enough to the reference's."""
+    """Tell whether a layer's integers are near enough to the reference's."""
     return steps <= MOST_STEPS and different <= round((1 - LEAST_EQUAL) * outputs, 6)

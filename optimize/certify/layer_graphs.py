@@ -1,4 +1,4 @@
-"""The layers of a QDQ graph, each as a graph of its own: from the integers of the quantizers before it to its own."""
+"""Cuts a QDQ graph into one graph for each layer, from the integers of earlier quantizers to its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GraphLayers:
 
     Args:
         model: with its initializers.
-        layers: of the program.
+        layers: the layers of the program.
 
     Raises:
         PipelineError: its quantizers are not the program's.
@@ -42,9 +42,9 @@ class GraphLayers:
         return bool(self._graph.inputs[self.image] == TensorProto.UINT8)
 
     def given(self, layer: Layer, batch: Batch) -> dict[str, Any]:
-        """What a layer's graph takes of a batch, as arrays by name.
+        """Return the inputs of a layer's graph for a batch, as arrays by name.
 
-        That may be the image beside integers: a graph that asks for the number of images asks it of its own input.
+        The image may be among them: a graph that needs the number of images reads it from its own input.
         """
         _, names = self._slice(self._ends[layer.number])
         image = (batch.pixels if self.takes_pixels else batch.images).numpy()
@@ -54,11 +54,13 @@ class GraphLayers:
         }
 
     def alone(self, layer: Layer, batch: Batch) -> bytes:
-        """A layer's graph: it takes the integers of the layers before it, or the image, and gives its own.
+        """Return a layer's graph.
+
+        Its inputs are the integers of earlier layers, or the image. Its output is its own integers.
 
         Args:
-            layer: which.
-            batch: as the reference was shown it; the shapes are its integers', for any number of images.
+            layer: the layer.
+            batch: as the reference received it. The shapes are those of its integers, for any number of images.
         """
         end = self._ends[layer.number]
         inside, given = self._slice(end)
@@ -77,9 +79,9 @@ class GraphLayers:
         return body
 
     def _slice(self, end: onnx.NodeProto) -> tuple[list[onnx.NodeProto], list[str]]:
-        """The nodes between a layer's last and those of the layers before it, in order, and what they are given.
+        """Return the nodes between earlier layers and a layer's last node, in order, and their inputs.
 
-        Its last gives its integers: the quantizer, or what keeps these to a range and cuts off their border.
+        The last node gives the layer's integers: the quantizer, or the node that clips them or cuts off their border.
         """
         made: set[str] = set()
         given: dict[str, None] = {}
@@ -104,7 +106,7 @@ class GraphLayers:
         return helper.make_tensor_value_info(name, kind, _shape(batch, number))
 
     def _matched(self, quantizers: Sequence[onnx.NodeProto], layers: Sequence[Layer]) -> list[onnx.NodeProto]:
-        """The graph's quantizer of each layer: the exporter keeps the program's order."""
+        """Return the graph's quantizer of each layer. The exporter keeps the program's order."""
         if len(quantizers) == len(layers) and all(map(self._is_of, quantizers, layers)):
             return list(quantizers)
         raise PipelineError(

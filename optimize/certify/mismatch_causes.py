@@ -1,7 +1,7 @@
-"""Why a layer's integers are not the reference's: each cause is decided by an experiment, and none by its looks.
+"""Finds why a layer's integers differ from the reference's. An experiment decides each cause.
 
-The judge is exact arithmetic: in float64 products and sums of bytes have no rounding error, so that the answer before
-its last rounding is known. Then the layer is run again on other integers, or exact arithmetic again without a clamp.
+Exact arithmetic is the judge: in float64, products and sums of bytes have no rounding error. So the result before its
+last rounding is known. Then the layer runs again on other integers, or exact arithmetic runs again without a clamp.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import torch
 from optimize.certify.layer_findings import Cause
 from optimize.certify.reference_program import Batch, Layer, ReferenceLayers
 
-#: Steps by which float32, and biases that an engine rounds to integers, may move a value from where it is.
+#: Steps by which float32, and biases that an engine rounds to integers, may move a value.
 NEAR: Final = 1 / 64
 
-#: What an experiment explains leaves of the wrong integers at most this share.
+#: Largest share of the wrong integers that may remain if an experiment explains them.
 _LEFT: Final = 0.01
 
-#: Inputs of so many bits never make two products overflow 16 bits.
+#: With inputs of 7 bits, two products never overflow 16 bits.
 _SEVEN_BITS: Final = 127
 
-#: One layer, alone: from a batch to its integers.
+#: Runs one layer alone: from a batch to its integers.
 Run = Callable[[Batch], torch.Tensor]
 
 
 def cause_of(
     reference: ReferenceLayers, layer: Layer, run: Run, batch: Batch, found: torch.Tensor, *, astray: Sequence[str]
 ) -> Cause:
-    """Find out why an engine's integers for a layer are not the reference's.
+    """Find out why an engine's integers for a layer differ from the reference's.
 
     Args:
         reference: the program.
         layer: the layer that diverges.
-        run: the engine's.
-        batch: as the reference was shown it.
-        found: the engine's answer to it.
-        astray: names of layers before it that the engine has no step of their own for, and that gave it other integers.
+        run: runs the layer in the engine.
+        batch: as the reference received it.
+        found: the engine's result for it.
+        astray: names of earlier layers without a step of their own in the engine, which gave it other integers.
     """
     exact = reference.exact(layer, batch)
     expected = batch.integers[layer.number]
@@ -70,12 +70,12 @@ def cause_of(
 
 
 def _wrong(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Which integers are not a nearest one to the exact value, a tie being near both."""
+    """Tell for each integer whether it is not nearest to the exact value. At a tie, both neighbours are nearest."""
     return (found.double() - exact).abs() > 0.5 + NEAR
 
 
 def _explained(count: int, found: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Whether an experiment leaves next to nothing of so many wrong integers."""
+    """Tell whether an experiment leaves almost none of the wrong integers."""
     return int(_wrong(found, exact).sum()) <= _LEFT * count
 
 
@@ -91,7 +91,7 @@ def _of_ties(expected: torch.Tensor, found: torch.Tensor, exact: torch.Tensor) -
 
 
 def _of_biases(off: torch.Tensor, found: torch.Tensor, whole: torch.Tensor) -> str:
-    """Whether what differs is what exact arithmetic gives with biases that are integers, in words."""
+    """Return a sentence if the differing integers are those of exact arithmetic with integer biases, else ''."""
     left = int((whole.round()[off] != found.double()[off]).sum())
     if left > 0.1 * int(off.sum()):
         return ""
@@ -99,7 +99,7 @@ def _of_biases(off: torch.Tensor, found: torch.Tensor, whole: torch.Tensor) -> s
 
 
 def _clamps(layer: Layer) -> Iterator[tuple[str, dict[str, bool]]]:
-    """What may have been lost, in words, and how exact arithmetic does without it."""
+    """Yield each clamp that may be lost, as text, and the options with which exact arithmetic omits it."""
     quantizer = layer.quantizer
     if (quantizer.low, quantizer.high) != quantizer.whole_range:
         yield f"its quantizer's range of {quantizer.low} to {quantizer.high}", {"range_": False}
@@ -108,7 +108,7 @@ def _clamps(layer: Layer) -> Iterator[tuple[str, dict[str, bool]]]:
 
 
 def _halved(batch: Batch, layer: Layer) -> Batch:
-    """A batch whose integers, for one layer, keep to 7 bits."""
+    """Return a batch whose integers, for one layer, stay within 7 bits."""
     given = {number: batch.integers[number] for number in layer.before}
     halved = {number: each.div(2, rounding_mode="floor").to(each.dtype) for number, each in given.items()}
     return dataclasses.replace(batch, integers={**batch.integers, **halved})

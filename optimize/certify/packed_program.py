@@ -1,7 +1,7 @@
-"""torch's packed int8 program, run operator by operator, each on the integers that the reference gives it.
+"""Runs torch's packed int8 program operator by operator, each on the integers that the reference gives it.
 
 The file is TorchScript, traced and frozen: a straight line of operators, whose packed weights are constants. It is the
-file that is served, and its kernels are those that the process has selected.
+file that is served, and its kernels are those that the process selected.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from optimize.certify.reference_program import Batch, Layer
 from serve.runtime.errors import PipelineError, one_line
 
-#: Operators that TorchScript has for structure, by kind.
+#: TorchScript operators that only build structures, by kind.
 _STRUCTURE = ("prim::ListConstruct", "prim::TupleConstruct")
-#: What passes on a quantized tensor, cut off or not, which the reference program has no quantizer of its own for.
+#: Operators that pass on a quantized tensor, perhaps clamped, and for which the reference has no quantizer.
 _PASSES_ON = ("aten::clamp", "aten::clamp_", "aten::dropout", "aten::contiguous", "aten::alias", "aten::clone")
 
 
@@ -26,11 +26,10 @@ class PackedLayers:
 
     Args:
         script: a loaded module.
-        layers: of the reference program.
+        layers: the layers of the reference program.
 
     Attributes:
-        ended: the operator that could not be run when all were last, and why; nothing behind it is known. None: all
-            could.
+        ended: the operator that failed in the last full run, and why. Nothing behind it is known. None: all ran.
     """
 
     def __init__(self, script: Any, layers: Sequence[Layer]) -> None:
@@ -43,13 +42,13 @@ class PackedLayers:
         self.ended: str | None = None
 
     def match(self, batch: Batch) -> list[int]:
-        """Find out which tensor is the answer of which layer; gives the numbers of the layers that are found.
+        """Find the tensor that is each layer's result, and return the numbers of the layers found.
 
-        Both programs are made from one prepared model, in its order, and each layer's scale, zero-point and shape are
-        known. What torch fuses further, or leaves out, is not found.
+        Both programs are made from one prepared model, in its order. Each layer's scale, zero point and shape are
+        known. Layers that torch fuses further, or leaves out, are not found.
 
         Args:
-            batch: as the reference was shown it.
+            batch: as the reference received it.
         """
         values = self._begun(batch.images)
         waiting = list(self._layers)
@@ -70,11 +69,11 @@ class PackedLayers:
         return sorted(self._number_of.values())
 
     def integers(self, batch: Batch, only: int | None = None) -> dict[int, torch.Tensor]:
-        """Each layer's integers, as the kernels compute them from the batch's of the layers before it.
+        """Return each layer's integers, as the kernels compute them from the batch's integers of earlier layers.
 
         Args:
-            batch: what they are given; a layer that it has no integers of goes on as it was computed.
-            only: a layer after which nothing more is computed.
+            batch: the given integers. A layer without integers in it keeps its computed ones.
+            only: the last layer to compute.
         """
         values = self._begun(batch.images)
         found: dict[int, torch.Tensor] = {}
@@ -99,16 +98,16 @@ class PackedLayers:
         return found
 
     def astray(self, layer: Layer) -> tuple[str, ...]:
-        """Names of those before a layer that gave it other integers, in `integers`, than the batch has of them.
+        """Return the names of earlier layers that gave a layer other integers, in `integers`, than the batch's.
 
-        They have no step of their own here, so that it was given what came of others in their place.
+        They have no step of their own here, so that the layer got the computed integers.
         """
         return tuple(self._layers[number].name for number in layer.before if number not in self._given)
 
     def _keeps_range(self, node: Any, values: dict[str, Any], number: int) -> bool:
-        """Whether a node is the clamp that keeps a layer's integers to the quantizer's range: no layer of its own.
+        """Tell whether a node is the clamp that keeps a layer's integers within the quantizer's range, and no layer.
 
-        The next one can have the same scale and zero-point, and be no operator that could be found.
+        The next layer can have the same scale and zero point, and may be an operator that cannot be found.
         """
         if not node.kind().startswith("aten::clamp"):
             return False
@@ -122,7 +121,7 @@ class PackedLayers:
         return {own.debugName(): self._script, image.debugName(): images}
 
     def _ran(self, values: dict[str, Any]) -> Iterator[Any]:
-        """Each node, when it has been run; see `ended`."""
+        """Each node, when it has been run. See `ended`."""
         self.ended = None
         for node in self._nodes:
             try:

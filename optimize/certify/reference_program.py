@@ -1,7 +1,7 @@
-"""The reference program as layers: what lies between two quantizers, its integers, and what exact arithmetic gives.
+"""Reads the reference program as layers, with their integers and the results of exact arithmetic.
 
 The program (see `optimize.quantization.lowering.qdq`) has explicit quantize and dequantize operators around float
-ones. A layer is all that lies between one quantizer and those before it: a convolution with its activation, a sum, a
+operators. A layer is everything between one quantizer and those before it: a convolution with its activation, a sum, a
 pool.
 """
 
@@ -25,7 +25,7 @@ from serve.runtime.images.image_preprocessing import normalise
 
 _ATEN = torch.ops.aten
 
-#: Activations that cut values off at an end, and do nothing else to them.
+#: Activations that clamp values and do nothing else.
 _CLAMPS = frozenset(
     getattr(_ATEN, name).default
     for name in (
@@ -46,7 +46,7 @@ _CASTS = frozenset({_ATEN._to_copy.default, _ATEN.to.dtype, _ATEN.to.dtype_layou
 
 @dataclass(frozen=True)
 class Quantizer:
-    """What a layer's answer is rounded to: ``clamp(round(value / scale) + zero_point, low, high)``, of a type."""
+    """The rounding of a layer's result: ``clamp(round(value / scale) + zero_point, low, high)``, of a dtype."""
 
     scale: float
     zero_point: int
@@ -63,15 +63,15 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Layer:
-    """What lies between quantizers.
+    """The operators between quantizers.
 
     Attributes:
-        number: its place in the program, from 0.
-        name: its operators, with the node's name of the one that has the weights.
-        quantizer: of its answer.
-        before: numbers of the layers whose integers it takes; empty for one that takes the image.
-        node: the quantizer's.
-        inside: the nodes that make it, in order, dequantizers among them.
+        number: its position in the program, from 0.
+        name: its operators, with the name of the module that has the weights.
+        quantizer: the quantizer of its result.
+        before: numbers of the layers whose integers it reads. Empty: it reads the image.
+        node: the node of the quantizer.
+        inside: its nodes in order, with the dequantizers.
     """
 
     number: int
@@ -84,12 +84,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images, and integers that layers are given of them.
+    """Images, and the integers that layers get for them.
 
     Attributes:
         pixels: ``uint8 (N, C, H, W)``.
         images: the same, normalised, ``float32``.
-        integers: of layers' answers, by number.
+        integers: the integers of layers' results, by number.
     """
 
     pixels: torch.Tensor
@@ -98,12 +98,12 @@ class Batch:
 
 
 class ReferenceLayers:
-    """A reference program, read as layers. To be used from one thread.
+    """A reference program as layers. Use it from one thread only.
 
     Args:
         program: the reference.
-        joined: whether what reads a concatenation does without a quantizer, as in graphs for CPUs; see `read_joined`.
-        padded: whether convolutions pad what is quantized, as in graphs; see `take_padding`.
+        joined: whether readers of a concatenation need no quantizer, as in graphs for CPUs. See `read_joined`.
+        padded: whether convolutions pad after quantization, as in graphs. See `take_padding`.
     """
 
     def __init__(self, program: torch.export.ExportedProgram, *, joined: bool = False, padded: bool = False) -> None:
@@ -121,13 +121,17 @@ class ReferenceLayers:
 
     @property
     def step(self) -> float | None:
-        """The scale of the quantizer that gives the program's answer; None if a float operator does."""
+        """The scale of the quantizer of the program's output. None: a float operator computes the output."""
         answer = next(node for node in self._module.graph.nodes if node.op == "output").args[0]
         node = moved(answer[0] if isinstance(answer, tuple | list) else answer)
         return float(node.args[1]) if quantizing(node) == "dequantize_per_tensor" else None
 
     def shown(self, pixels: torch.Tensor, preprocessing: Preprocessing) -> Batch:
-        """Show the program images ``uint8 (N, C, H, W)``: they, and the integers of every layer's answer."""
+        """Run the program on images ``uint8 (N, C, H, W)``.
+
+        Returns:
+            The images with the integers of every layer's result.
+        """
         images = normalise(pixels, preprocessing, torch.device("cpu"), torch.float32)
         found = _Noting(self._module, self._numbers)
         with torch.no_grad():
@@ -137,15 +141,14 @@ class ReferenceLayers:
     def exact(
         self, layer: Layer, batch: Batch, *, activations: bool = True, range_: bool = True, whole_biases: bool = False
     ) -> torch.Tensor:
-        """A layer's answer in integers before it is rounded, in float64, where products and sums of bytes are exact.
+        """Return a layer's result in integers before rounding, in float64. Products and sums of bytes are exact there.
 
         Args:
-            layer: which.
-            batch: what it is given.
-            activations: whether ReLUs and their like cut values off; else they let all through.
-            range_: whether the quantizer's range does; else its type's.
-            whole_biases: whether biases are rounded to integers of the scale that their products have, as int32 sums
-                take them.
+            layer: the layer.
+            batch: its inputs.
+            activations: whether ReLUs and similar operators clamp. Otherwise they pass all values on.
+            range_: whether to clamp to the quantizer's range. Otherwise to its type's range.
+            whole_biases: whether to round biases to integers of their products' scale, as int32 sums do.
         """
         quantizer = layer.quantizer
         values: dict[fx.Node, Any] = {self._image: batch.images.double()}
@@ -176,7 +179,7 @@ class ReferenceLayers:
                 before.add(self._numbers[each])
             elif each.op != "placeholder" and each not in inside:
                 inside.add(each)
-                # A size is the batch's, whatever it is taken of.
+                # A size is that of the batch, whichever tensor it is read from.
                 waiting += [] if each.target is _ATEN.sym_size.int else each.all_input_nodes
         ordered = tuple(each for each in self._module.graph.nodes if each in inside)
         scale, zero_point, low, high, dtype = node.args[1:6]
@@ -196,7 +199,7 @@ class ReferenceLayers:
 
 
 class _Noting(fx.Interpreter):
-    """Notes the integers of quantizers while a program runs."""
+    """Records the integers of quantizers while a program runs."""
 
     def __init__(self, module: fx.GraphModule, numbers: Mapping[fx.Node, int]) -> None:
         super().__init__(module)
@@ -211,7 +214,7 @@ class _Noting(fx.Interpreter):
 
 
 def _computed(node: fx.Node, values: Mapping[fx.Node, Any], *, activations: bool, whole_biases: bool) -> Any:
-    """What a node gives in float64."""
+    """Return the value of a node in float64."""
     mapped: Any = fx.node.map_arg((node.args, dict(node.kwargs)), lambda other: values[other])
     given, named = mapped
     operator = quantizing(node)
@@ -230,7 +233,7 @@ def _computed(node: fx.Node, values: Mapping[fx.Node, Any], *, activations: bool
 
 
 def _step_of_products(node: fx.Node, values: Mapping[fx.Node, Any]) -> torch.Tensor | None:
-    """The scale of each output channel's products of integers, of a layer with a bias; None for other nodes."""
+    """Return the scale of each output channel's integer products of a layer with a bias, or None."""
     found = dequantizers(node)
     if found is None:
         return None
@@ -247,7 +250,7 @@ def _only(node: Any) -> fx.Node:
 
 
 def _name(nodes: tuple[fx.Node, ...]) -> str:
-    """``conv1: conv2d relu``: the module that has the weights, if one has, and what computes."""
+    """Return a name such as ``conv1: conv2d relu``: the module with the weights, if any, and the operators."""
     called = [node for node in nodes if node.op == "call_function" and not quantizing(node)]
     computing = [node for node in called if node.target not in MOVES and node.target is not _ATEN.sym_size.int]
     operators = " ".join(re.sub(r"_\d+$", "", node.name) for node in computing or called) or "the image"
@@ -256,7 +259,7 @@ def _name(nodes: tuple[fx.Node, ...]) -> str:
 
 
 def _module(node: fx.Node) -> str:
-    """The path of the module that a node is of; '' where none is known."""
+    """Return the path of a node's module, or '' if it is unknown."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     return path.removeprefix("L['self'].")

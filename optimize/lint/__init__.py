@@ -1,5 +1,5 @@
-"""The linter of quantized ONNX graphs, whatever tool made them.
+"""The linter of quantized ONNX graphs from any tool.
 
-In: an ONNX file and what it is for (`base.TARGETS`). Does: reads it, asks `rules`, onnx and ONNX Runtime. Out:
-findings, each with its node and remedy; what makes the graph invalid; what was not judged.
+In: an ONNX file and its target (`base.TARGETS`). Does: reads it, applies `rules`, asks onnx and ONNX Runtime. Out:
+findings with node and remedy, the reasons why the graph is invalid, and what was not judged.
 """

@@ -1,7 +1,7 @@
-"""Whether onnx's full check and ONNX Runtime accept a file, asked in a process of its own.
+"""Asks onnx's full check and ONNX Runtime, in a separate process, whether they accept a file.
 
-A file that makes them crash, hang or ask for too much memory ends that process, and not the one that asks. ONNX Runtime
-opens the graph without optimizing it, and runs none of it.
+A file that makes them crash, hang or use too much memory ends only that process. ONNX Runtime opens the graph without
+optimizing it, and runs none of it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from optimize.lint.graph import printable
 from serve.runtime.errors import UserError
 from serve.runtime.model_files.telemetry import import_onnxruntime
 
-# What the process may take beside the weights, which both libraries copy.
+# Memory that the process may use beside the weights. Both libraries copy the weights.
 _ROOM = 4 << 30
 _COPIES = 4
-# Time for the smallest graph on a busy machine, and for each gigabyte.
+# Seconds for the smallest graph on a busy machine, and for each gigabyte.
 _SECONDS = 120
 _SECONDS_A_GIGABYTE = 60
-# By the first ONNX Runtime (1.31) takes options from the model file, by the second any opset.
+# With the first, ONNX Runtime (1.31) takes options from the model file. With the second, it accepts any opset.
 _UNSET = ("ORT_LOAD_CONFIG_FROM_MODEL", "ALLOW_RELEASED_ONNX_OPSET_ONLY")
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What the libraries say of a file.
+    """The libraries' answers about a file.
 
     Attributes:
-        refused: why ONNX Runtime does not open it; None if it does, or if that cannot be told.
-        unjudged: why it cannot be told whether ONNX Runtime would open it; None if it can.
-        shapes: what onnx's inference finds, by tensor: sizes, None for those that vary.
+        refused: why ONNX Runtime does not open it. None: it does, or that is unknown.
+        unjudged: why it is unknown whether ONNX Runtime would open it. None: it is known.
+        shapes: the shapes that onnx infers, by tensor. None for sizes that vary.
     """
 
     refused: str | None
@@ -47,13 +47,13 @@ class Acceptance:
 
 
 def acceptance(path: Path, size: int, domains: frozenset[str] = frozenset()) -> Acceptance:
-    """Ask onnx's full check, with strict inference of shapes and types, and then ONNX Runtime.
+    """Run onnx's full check, with strict inference of shapes and types, and then ONNX Runtime.
 
     Args:
-        path: of the ONNX file.
-        size: bytes of its weights, by which memory and time are limited.
-        domains: of operators that ONNX Runtime does not have: they need a library of the user's, and what it says of
-            the graph without that library is no judgement.
+        path: the ONNX file.
+        size: bytes of its weights. They set the limits of memory and time.
+        domains: domains of operators that ONNX Runtime does not have. They need a library of the user's, and without it
+            ONNX Runtime's answer means nothing.
 
     Raises:
         UserError: onnx's check refuses the file, or ends the process.
@@ -100,7 +100,7 @@ def _ending(code: int) -> str:
 
 
 def _judge(path: str, room: int) -> None:
-    """What the process does: it prints what the libraries say as it learns it."""
+    """Run in the separate process, and print each answer of the libraries as it comes."""
     _limit(room)
     import onnx
 
@@ -119,7 +119,7 @@ def _judge(path: str, room: int) -> None:
 
 
 def _limit(room: int) -> None:
-    """Limit the address space to what is taken already and ``room`` bytes more, within a limit that there is."""
+    """Limit the address space to the current size plus ``room`` bytes, within any existing limit."""
     import psutil
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -142,12 +142,12 @@ def _open(path: str) -> None:
 
 
 def _shapes(path: str) -> dict[str, list[int | None]]:
-    """Infer the shapes of a graph that the check, which hands out none, has accepted; nothing if that fails."""
+    """Infer the shapes of a checked graph, as the check returns none. The result is empty if that fails."""
     from onnx import load_model_from_string, shape_inference
 
     try:
         inferred = shape_inference.infer_shapes(load_model_from_string(Path(path).read_bytes()), data_prop=True)
-    except Exception:  # noqa: BLE001 - as above, and the check has had its say
+    except Exception:  # noqa: BLE001 - as above, and the graph has passed the check
         return {}
     found = {}
     for value in inferred.graph.value_info:
@@ -158,9 +158,9 @@ def _shapes(path: str) -> dict[str, list[int | None]]:
 
 
 def _said(error: Exception) -> str:
-    """A library's message in one line: without the file, which the reader knows, and what follows from the first error.
+    """Return a library's message in one line, without the file name and without consequences of the first error.
 
-    ONNX Runtime (1.31) puts its own words, the place in its sources and a signature in front of some.
+    ONNX Runtime (1.31) puts its own words, a source location and a signature in front of some messages.
     """
     words = " ".join(str(error).split())
     words = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : (Load model from .*? failed: ?)?", "", words)

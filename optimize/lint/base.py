@@ -1,7 +1,9 @@
-"""What a rule of the linter is, and the registry of them: each is a function of a module in ``optimize/lint/rules``.
+"""The interface of a linter rule, and the registry of rules.
 
-A rule looks at the structure and the constants of a graph, and runs nothing. What a device does with a graph that has
-no finding is not proven by that. A graph of one's own is given to `lint`, a file of anybody's to `lint_file`.
+Each rule is a function of a module in ``optimize/lint/rules``.
+
+A rule inspects the structure and the constants of a graph, and runs nothing. A graph without findings is no proof of
+what a device does with it. Give your own graph to `lint`, and an untrusted file to `lint_file`.
 """
 
 from __future__ import annotations
@@ -21,26 +23,26 @@ from optimize.lint.untrusted_files import read_graph, weight_bytes
 from serve.runtime.errors import PipelineError, UserError, listed, message_of, one_line
 from serve.runtime.registry import Registry, defined_at
 
-#: What a graph is for: ``cpu``, ONNX Runtime and OpenVINO on a CPU with VNNI; ``x86``, on any x86 CPU (weights or
-#: activations of 7 bits, which 16-bit sums hold); ``tensorrt``, TensorRT 10 or 11.
+#: The target of a graph. ``cpu``: ONNX Runtime and OpenVINO on a CPU with VNNI. ``x86``: any x86 CPU (weights or
+#: activations of 7 bits, which 16-bit sums can hold). ``tensorrt``: TensorRT 10 or 11.
 LintTarget = Literal["cpu", "x86", "tensorrt"]
 TARGETS: tuple[LintTarget, ...] = get_args(LintTarget)
 CPUS: tuple[LintTarget, ...] = ("cpu", "x86")
 TENSORRT: tuple[LintTarget, ...] = ("tensorrt",)
 
-#: Domains whose operators ONNX Runtime (1.31) comes with, as far as it has them.
+#: Domains whose operators are part of ONNX Runtime (1.31), if it has them at all.
 KNOWN_TO_ONNXRUNTIME = frozenset(
     {*DOMAINS, "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "ai.onnx.preview", "com.microsoft.nchwc"}
 )
 
-#: ``error``: the target refuses the graph or computes something else than was meant; ``warning``: it is slower, larger
-#: or less exact than it need be.
+#: ``error``: the target refuses the graph or computes something else than was meant. ``warning``: it is slower, larger
+#: or less exact than necessary.
 Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rule found at one node: what is wrong there, and what would be right."""
+    """A rule's result at one node: what is wrong there, and what would be right."""
 
     node: str
     said: str
@@ -49,7 +51,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault with the rule that found it."""
+    """A fault, with the rule that found it."""
 
     rule: str
     severity: Severity
@@ -66,10 +68,10 @@ class Rule:
     """One registered rule.
 
     Attributes:
-        name: the word for it in findings.
-        severity: how bad it is.
-        targets: whose graphs it judges.
-        check: finds the faults of a graph; its docstring says what is right, and where that is written.
+        name: its name in findings.
+        severity: how bad a fault is.
+        targets: the targets whose graphs it judges.
+        check: finds the faults of a graph. Its docstring says what is right, and gives the source.
     """
 
     name: str
@@ -92,16 +94,16 @@ def rule(name: str, severity: Severity, targets: tuple[LintTarget, ...] = TARGET
 
 
 def rules() -> dict[str, Rule]:
-    """All rules by name."""
+    """Return all rules by name."""
     return _REGISTRY.all()
 
 
 @dataclass(frozen=True)
 class Unjudged:
-    """Something of a graph that the linter did not judge, and why.
+    """A part of a graph that the linter did not judge, and why.
 
-    ``failed`` says that it should have: a rule broke down, or ONNX Runtime gave no answer. Otherwise it is what no rule
-    looks at.
+    ``failed`` means that it should have been judged: a rule failed, or ONNX Runtime gave no answer. Otherwise no rule
+    covers it.
     """
 
     what: str
@@ -111,13 +113,13 @@ class Unjudged:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the linter says of a graph.
+    """The linter's result for a graph.
 
     Attributes:
         findings: errors first.
-        unjudged: what these do not cover.
-        refused: why the graph is not well-formed: what does not fit, or why ONNX Runtime does not open it. Only a file
-            is asked for it.
+        unjudged: parts that the findings do not cover.
+        refused: why the graph is not well-formed: sizes that do not fit, or why ONNX Runtime does not open it. Only
+            checked for a file.
     """
 
     findings: tuple[Finding, ...]
@@ -126,16 +128,16 @@ class Verdict:
 
     @property
     def whole(self) -> bool:
-        """Whether the graph is valid, and all was judged that the linter is there to judge."""
+        """Whether the graph is valid, and everything was judged that the linter should judge."""
         return not self.refused and not self.failures
 
     @property
     def failures(self) -> tuple[Unjudged, ...]:
-        """What should have been judged, and was not."""
+        """The parts that should have been judged and were not."""
         return tuple(entry for entry in self.unjudged if entry.failed)
 
     def to_json(self) -> dict[str, Any]:
-        """The same for ``json.dumps``; ``not_judged`` is what the findings do not cover."""
+        """Return values for ``json.dumps``. ``not_judged`` lists the parts that the findings do not cover."""
         return {
             "findings": [asdict(finding) for finding in self.findings],
             "not_judged": [asdict(entry) for entry in self.unjudged],
@@ -144,14 +146,14 @@ class Verdict:
 
 
 def lint(model: onnx.ModelProto, target: LintTarget) -> tuple[Finding, ...]:
-    """What is wrong with a quantized graph, errors first.
+    """Return the findings of a quantized graph, errors first.
 
     Args:
-        model: with its initializers; of its graph the nodes at the top are judged, and not those within others.
-        target: what it is for.
+        model: with its initializers. Only nodes of the main graph are judged, not those of inner graphs.
+        target: the target of the graph.
 
     Raises:
-        UserError: the graph cannot be read, or a rule failed on it; the message names the tensor or node.
+        UserError: the graph cannot be read, or a rule failed on it. The message names the tensor or node.
     """
     verdict = judge(model, target)
     for entry in verdict.failures:
@@ -160,7 +162,7 @@ def lint(model: onnx.ModelProto, target: LintTarget) -> tuple[Finding, ...]:
 
 
 def lint_file(path: Path, target: LintTarget) -> Verdict:
-    """What is wrong with a quantized ONNX file that nobody vouches for, as the rules, onnx and ONNX Runtime see it.
+    """Judge an untrusted quantized ONNX file with the rules, onnx and ONNX Runtime.
 
     Raises:
         UserError: it cannot be read, or is no valid ONNX graph.
@@ -179,25 +181,25 @@ def lint_file(path: Path, target: LintTarget) -> Verdict:
     refused, unjudged = list[str](), list(verdict.unjudged)
     try:
         refused += misfits(graph)
-    except Exception as error:  # noqa: BLE001 - as of a rule: the graph is anybody's
+    except Exception as error:  # noqa: BLE001 - like a rule's error: the graph is untrusted
         unjudged.append(_failed("whether sizes fit each other", graph, error))
     no_kernel = target == "tensorrt" and (accepted.refused or "").startswith("NotImplemented")
     if accepted.refused is not None and not no_kernel:
         refused.append(printable(f"ONNX Runtime does not open it: {accepted.refused}"))
-    # What it has no kernel for on a CPU, TensorRT may have one for.
+    # TensorRT may have kernels that ONNX Runtime does not have on a CPU.
     if (why := accepted.refused if no_kernel else accepted.unjudged) is not None:
         unjudged.append(Unjudged("whether ONNX Runtime opens the graph", printable(why), failed=True))
     return Verdict(verdict.findings, tuple(unjudged), tuple(refused))
 
 
 def judge(model: onnx.ModelProto, target: LintTarget) -> Verdict:
-    """Apply the rules for a target; one that fails leaves the others their say.
+    """Apply the rules for a target. If one fails, the others still run.
 
     Raises:
         UserError: the graph cannot be read.
     """
     findings = list[Finding]()
-    with np.errstate(all="ignore"):  # NaN among scales is a finding, and no warning
+    with np.errstate(all="ignore"):  # NaN among scales is a finding, not a warning
         graph = _read(model)
         unjudged = list(_out_of_sight(model, graph))
         for entry in rules().values():
@@ -208,7 +210,7 @@ def judge(model: onnx.ModelProto, target: LintTarget) -> Verdict:
                 for fault in entry.check(graph, target):
                     texts = map(printable, (fault.node, fault.said, fault.remedy))
                     findings.append(Finding(entry.name, entry.severity, *texts))
-            except Exception as error:  # noqa: BLE001 - a rule may be anybody's, and the graph as well
+            except Exception as error:  # noqa: BLE001 - a rule may be third-party code, and the graph is untrusted
                 unjudged.append(_failed(f"the rule {entry.name!r}", graph, error))
     return Verdict(tuple(sorted(findings, key=lambda finding: (finding.severity, finding.rule))), tuple(unjudged))
 
@@ -228,7 +230,7 @@ def _read(model: onnx.ModelProto) -> Graph:
 
 
 def _out_of_sight(model: onnx.ModelProto, graph: Graph) -> Iterator[Unjudged]:
-    """What no rule looks at."""
+    """Yield the parts that no rule covers."""
     foreign = {node.op_type for node in graph.nodes if node.domain not in DOMAINS}
     if foreign:
         yield Unjudged(_listed("operators", foreign), "rules know those of ONNX and com.microsoft", failed=False)
@@ -254,7 +256,7 @@ def _inner(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def _all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """The nodes of the graph, of those within it, and of its functions."""
+    """Yield the nodes of the graph, of its inner graphs, and of its functions."""
     waiting = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     while waiting:
         node = waiting.pop()
@@ -263,7 +265,7 @@ def _all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def _local_domains(model: onnx.ModelProto) -> set[str]:
-    """Domains all of whose operators in the file are functions of the file."""
+    """Return the domains whose operators in the file are all functions of the file."""
     own = {(function.domain, function.name) for function in model.functions}
     called = {(node.domain, node.op_type) for node in _all_nodes(model)}
     return {domain for domain, _ in own} - {domain for domain, name in called if (domain, name) not in own}

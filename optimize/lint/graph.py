@@ -1,4 +1,4 @@
-"""A graph as the rules read it: who makes a tensor, who takes it, which are constants, and what quantizes what."""
+"""A graph as the rules read it: producers and readers of tensors, constants, and quantizers."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from onnx import AttributeProto, NodeProto, TensorProto, defs, helper, numpy_hel
 from optimize.lint.untrusted_tensors import check_tensor, has_numbers, values_of
 from serve.runtime.errors import UserError
 
-#: Operators with weights, whose integer kernels are what quantization is for.
+#: Operators with weights. Quantization is for their integer kernels.
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-#: What a kernel takes along behind a layer.
+#: Operators that a kernel fuses behind a layer.
 ACTIVATIONS = ("Relu", "LeakyRelu", "Clip", "BatchNormalization", "Identity", "Dropout")
-#: What moves numbers and changes none.
+#: Operators that move values and do not change them.
 MOVES = ("Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Dropout")
-# What keeps integers to a range, or cuts off a border of theirs.
+# Operators that clip integers to a range, or cut off their border.
 _OF_INTEGERS = ("Clip", "Slice")
-#: Whose operators rules know by their names; other domains may have others of the same name.
+#: Domains whose operators the rules know. Other domains may have other operators with the same names.
 DOMAINS = ("", "ai.onnx", "com.microsoft")
-# Axes of images, channels and kernels: a convolution's weight has three or more.
+# A convolution's weight has three or more axes.
 _LEAST_RANK = 3
-# How many channels of bytes AMX multiplies at once.
+# Number of byte channels that AMX multiplies at once.
 _AT_ONCE = 64
-#: Channels that a group is wide enough with for its kernels for AMX.
+#: Channels from which a group is wide enough for its AMX kernels.
 WIDE_GROUP = 32
 
 
 class Graph:
-    """A read-only view of a model's main graph, for rules: its attributes and tensors have the types that ONNX says.
+    """A read-only view of a model's main graph, for rules. Attributes and tensors have the types that ONNX defines.
 
-    Operators of domains that no rule knows are named ``domain.operator`` in it.
+    Operators of unknown domains are named ``domain.operator`` in it.
 
     Raises:
-        UserError: a tensor cannot be read, an attribute has another type than its operator's, or a node reads what no
-            node before it gives (so that no path through the graph is endless).
+        UserError: a tensor cannot be read, an attribute has a wrong type, or a node reads a tensor that no earlier node
+            gives. So no path through the graph is endless.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         graph = model.graph
         self.opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=1)
-        #: The node that a rule was given last; see `of`.
+        #: The last node that a rule received. See `of`.
         self.visited: NodeProto | None = None
         self.nodes: tuple[NodeProto, ...] = tuple(map(_named, graph.node))
         _check(graph, self.nodes, self.opset)
@@ -61,7 +61,7 @@ class Graph:
                 self._takers[name].append(node)
             if node.op_type == "Constant" and (value := _constant_of(node)) is not None:
                 self._tensors[node.output[0]] = value
-        for node in self.nodes:  # weights that are stored in fewer bits: their integers are those of int8
+        for node in self.nodes:  # weights stored in fewer bits: their integers are those of int8
             stored = self.tensor(node, 0) if node.op_type == "Cast" else None
             if stored is not None and attribute(node, "to", 0) == TensorProto.INT8 and has_numbers(stored):
                 integers = values_of(stored).astype(np.int8)
@@ -69,57 +69,57 @@ class Graph:
         self._varying = self.inputs.keys() - self._tensors.keys()
         for node in self.nodes:
             if self._varying & set(node.input) or (not node.input and node.op_type != "Constant"):
-                self._varying |= set(node.output) - {""}  # an output that is left out is no input that is left out
+                self._varying |= set(node.output) - {""}  # an empty name is an omitted output or input
 
     def of(self, *operators: str) -> Iterator[NodeProto]:
-        """The nodes of some operators, or all of them; `visited` is the last, for whoever reports a rule's failure."""
+        """Yield the nodes of some operators, or all. `visited` is the last one, for the report of a rule's failure."""
         for node in self.nodes:
             if node.output and (not operators or node.op_type in operators):
                 self.visited = node
                 yield node
 
     def producer(self, node: NodeProto, number: int = 0) -> NodeProto | None:
-        """The node that makes an input; None for the graph's own inputs, constants, and inputs that are left out."""
+        """Return the node that makes an input. None: the graph's own input, a constant, or an omitted input."""
         return self._producers.get(node.input[number]) if number < len(node.input) else None
 
     def takers(self, node: NodeProto) -> list[NodeProto]:
-        """The nodes that take a node's first output."""
+        """Return the nodes that read a node's first output."""
         return list(self._takers.get(node.output[0], ()))
 
     def alone(self, node: NodeProto) -> bool:
-        """Whether a node's first output goes to one node, and is no answer of the graph."""
+        """Tell whether a node's first output has one reader and is no output of the graph."""
         return len(self.takers(node)) == 1 and node.output[0] not in self.outputs
 
     def tensor(self, node: NodeProto, number: int) -> TensorProto | None:
-        """An input that is an initializer or a constant; None where it is computed or left out."""
+        """Return an input that is an initializer or a constant, or None if it is computed or omitted."""
         return self._tensors.get(node.input[number]) if number < len(node.input) else None
 
     def values(self, node: NodeProto, number: int) -> NDArray[Any] | None:
-        """The values of a constant input; None as `tensor`, and where they are no real numbers but strings, say."""
+        """Return the values of a constant input. None: as `tensor`, or the values are no real numbers."""
         tensor = self.tensor(node, number)
         return None if tensor is None or not has_numbers(tensor) else values_of(tensor)
 
     def constant(self, name: str) -> bool:
-        """Whether a tensor depends on nothing that the graph is given."""
+        """Tell whether a tensor does not depend on the graph's inputs."""
         return name not in self._varying
 
     def rank(self, name: str) -> int | None:
-        """How many axes a tensor has; None where the file does not say."""
+        """Return the number of axes of a tensor, or None if the file does not give it."""
         shape = self.shape(name)
         return None if shape is None else len(shape)
 
     def shape(self, name: str) -> tuple[int | None, ...] | None:
-        """The sizes of a tensor, None for each that the file does not say; None where it does not say the rank."""
+        """Return the sizes of a tensor, with None for unknown ones. None: the rank is unknown, too."""
         if (tensor := self._tensors.get(name)) is not None:
             return tuple(tensor.dims)
         kind = self._types.get(name)
         if kind is None or not kind.HasField("shape"):
             return None
-        # Old exporters write -1 for a size that varies, which ONNX Runtime (1.31) reads so.
+        # Old exporters write -1 for a size that varies. ONNX Runtime (1.31) accepts that.
         return tuple(entry.dim_value if entry.dim_value > 0 else None for entry in kind.shape.dim)
 
     def integers(self, node: NodeProto) -> int:
-        """The element type (of ``TensorProto``) that a QuantizeLinear makes, or a DequantizeLinear takes."""
+        """Return the element type (of ``TensorProto``) that a QuantizeLinear makes, or a DequantizeLinear reads."""
         takes = node.op_type == "DequantizeLinear"
         if takes:
             if (data := self.tensor(node, 0)) is not None:
@@ -128,32 +128,32 @@ class Graph:
                 return self.integers(quantizer)
         if (zero := self.tensor(node, 2)) is not None:
             return zero.data_type
-        if takes:  # its own ``output_dtype`` is of the floats that it gives
+        if takes:  # its own ``output_dtype`` is that of its float output
             given = self._types.get(node.input[0])
             return (given.elem_type if given is not None else 0) or TensorProto.UINT8
         return int(attribute(node, "output_dtype", 0)) or TensorProto.UINT8
 
     def kept_to(self, quantizer: NodeProto) -> NodeProto | None:
-        """The Clip that all of a QuantizeLinear's integers go through; None if there is none."""
+        """Return the Clip that reads all integers of a QuantizeLinear, or None."""
         takers = self.takers(quantizer)
         return takers[0] if len(takers) == 1 and takers[0].op_type == "Clip" else None
 
     def last(self, quantizer: NodeProto) -> NodeProto:
-        """What a QuantizeLinear's integers are read from: itself, or what they all go through and stay integers in."""
+        """Return the last node with a QuantizeLinear's integers: itself, or the last Clip or Slice behind it."""
         node = quantizer
         while len(takers := self.takers(node)) == 1 and takers[0].op_type in _OF_INTEGERS:
             (node,) = takers
         return node
 
     def quantizer(self, dequantizer: NodeProto) -> NodeProto | None:
-        """The QuantizeLinear whose integers a DequantizeLinear takes, perhaps cut off; None: they are of another."""
+        """Return the QuantizeLinear whose integers a DequantizeLinear reads, perhaps clipped, or None."""
         before = self.producer(dequantizer)
         while before is not None and before.op_type in _OF_INTEGERS:
             before = self.producer(before)
         return before if before is not None and before.op_type == "QuantizeLinear" else None
 
     def weight(self, layer: NodeProto) -> NodeProto | None:
-        """The DequantizeLinear that gives a layer its weight, if its weight is a quantized constant."""
+        """Return the DequantizeLinear of a layer's weight, if the weight is a quantized constant."""
         node = self.producer(layer, 1)
         while node is not None and node.op_type in (*MOVES, "Cast"):
             node = self.producer(node)
@@ -161,10 +161,10 @@ class Graph:
         return node if dequantizes else None
 
     def kernel(self, convolution: NodeProto) -> tuple[int, ...] | None:
-        """The sizes of a convolution's quantized weight, ``(out, in / groups, *kernel)``.
+        """Return the sizes of a convolution's quantized weight, ``(out, in / groups, *kernel)``.
 
-        None where it is none, or is moved behind its DequantizeLinear: the file need not say what it is then. None as
-        well where it has too few axes for a kernel.
+        None: it has no such weight, or the weight is moved behind its DequantizeLinear, as the file need not give the
+        sizes then. Also None if it has too few axes for a kernel.
         """
         scaled = self.weight(convolution)
         moved = scaled is None or scaled is not self.producer(convolution, 1)
@@ -172,7 +172,10 @@ class Graph:
         return shape if len(shape) >= _LEAST_RANK else None
 
     def stored_shape(self, weight: NodeProto | None) -> tuple[int, ...]:
-        """The shape of the constant that a DequantizeLinear takes, or that is quantized before it; empty: none."""
+        """Return the shape of the constant that a DequantizeLinear reads, or that is quantized before it.
+
+        Empty: none.
+        """
         while weight is not None:
             if (tensor := self.tensor(weight, 0)) is not None:
                 return tuple(tensor.dims)
@@ -180,22 +183,22 @@ class Graph:
         return ()
 
     def dequantizer(self, node: NodeProto, number: int = 0, *, through: tuple[str, ...] = ()) -> NodeProto | None:
-        """The DequantizeLinear that an input comes from, moved or not, or ``through`` others; None: something else."""
+        """Return the DequantizeLinear behind an input, also through moves or the operators of ``through``, or None."""
         before = self.producer(node, number)
         while before is not None and before.op_type in (*MOVES, "Cast", *through):
             before = self.producer(before)
         return before if before is not None and before.op_type == "DequantizeLinear" else None
 
     def dequantized(self, node: NodeProto, number: int = 0) -> bool:
-        """Whether an input comes from integers, moved or not."""
+        """Tell whether an input comes from integers, moved or not."""
         return self.dequantizer(node, number) is not None
 
     def in_integers(self, layer: NodeProto) -> bool:
-        """Whether a node is a layer whose input and weight are both quantized."""
+        """Tell whether a node is a layer whose input and weight are both quantized."""
         return layer.op_type in LAYERS and self.dequantized(layer) and self.weight(layer) is not None
 
     def behind_integers(self, node: NodeProto, number: int = 0) -> bool:
-        """Whether an input comes from a quantized layer or from integers, through activations and sums at most."""
+        """Tell whether an input comes from a quantized layer or from integers, through activations and sums only."""
         waiting, seen = [self.producer(node, number)], set[str]()
         while waiting:
             before = waiting.pop()
@@ -211,7 +214,7 @@ class Graph:
         return False
 
     def before_integers(self, node: NodeProto) -> bool:
-        """Whether what a node gives is quantized, behind activations at most."""
+        """Tell whether a node's output is quantized, directly or behind activations."""
         waiting, seen = self.takers(node), set[str]()
         while waiting:
             taker = waiting.pop()
@@ -224,70 +227,70 @@ class Graph:
 
 
 def of_a_map(axes: Iterable[int], rank: int | None) -> bool:
-    """Whether axes are the rows and columns of a map: the two last of four, which an unknown rank is taken for."""
+    """Tell whether axes are the rows and columns of a map: the last two of four. An unknown rank counts as four."""
     return rank in (4, None) and {axis % 4 for axis in axes} == {2, 3}
 
 
 def summed_alone(equation: str) -> list[int]:
-    """Which operands of an Einsum have an axis that nothing else has, so that they are summed over it."""
+    """Return the operands of an Einsum with an axis that nothing else has. They are summed over it."""
     given, arrow, answer = equation.replace(" ", "").partition("->")
     terms = given.split(",")
-    if not arrow:  # then an axis that is there once is the answer's
+    if not arrow:  # then an axis that occurs once is in the output
         return []
     others = [set(answer).union(*terms[:place], *terms[place + 1 :]) for place in range(len(terms))]
     return [place for place, term in enumerate(terms) if set(term) - others[place]]
 
 
 def misfits_amx(channels: int) -> bool:
-    """Whether OpenVINO gets 1 × 1 convolutions in groups of so many channels wrong with AMX, which takes 64 at once."""
+    """Tell whether OpenVINO gets 1 × 1 convolutions in groups of this width wrong with AMX, which reads 64 at once."""
     return channels > _AT_ONCE and channels % _AT_ONCE != 0 and channels % 4 == 0
 
 
 def misfits_amx_narrow(groups: int, channels: int, answers: int, places: int) -> bool:
-    """Whether torch and OpenVINO get convolutions in such groups wrong with AMX where an integer that is not 0 is zero.
+    """Tell whether torch and OpenVINO get convolutions in such groups wrong with AMX if a zero point is not 0.
 
     Args:
-        groups: of the convolution.
-        channels: that each reads.
-        answers: that each gives.
-        places: of the kernel.
+        groups: number of groups.
+        channels: channels that each group reads.
+        answers: channels that each group gives.
+        places: number of places of the kernel.
     """
     return groups > 1 and places > 1 and channels < WIDE_GROUP and answers > 16 and answers != 32
 
 
 def counts_beside(epsilon: float, step: float) -> bool:
-    """Whether what a norm adds to a variance is more than a tenth of the square of a step of what is normed."""
+    """Tell whether a norm's epsilon is more than a tenth of the squared step of its input."""
     return epsilon > 0.1 * step * step
 
 
 def label(node: NodeProto) -> str:
-    """How a finding names a node: by its name, or by what it gives."""
+    """Return the name of a node in findings: its own name, or that of its output."""
     return printable(node.name or f"{node.op_type} of {next(iter(node.output), 'nothing')}")
 
 
 def qualified(node: NodeProto) -> str:
-    """The name of a node's operator, with its domain where that is not ONNX's own."""
+    """Return the name of a node's operator, with its domain if that is not ONNX's own."""
     return f"{node.domain}.{node.op_type}" if node.domain == "com.microsoft" else node.op_type
 
 
 def printable(text: str, most: int = 500) -> str:
-    """A text of a file as one line of a terminal: escaped where it has line ends or control characters, and cut off."""
+    """Return a file's text as one terminal line: truncated, and escaped if it has line ends or control characters."""
     shown = text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
     return shown if len(shown) <= most else f"{shown[:most]}…"
 
 
 def shown(integers: NDArray[Any]) -> str:
-    """How a finding tells a zero-point: by its number, or by the ends of the channels'."""
+    """Return a zero point as text: the number, or the range over the channels."""
     return str(integers.item()) if integers.size == 1 else f"{integers.min()} to {integers.max()}"
 
 
 def attribute(node: NodeProto, name: str, default: Any) -> Any:
-    """The value of a node's attribute."""
+    """Return the value of a node's attribute."""
     return next((helper.get_attribute_value(entry) for entry in node.attribute if entry.name == name), default)
 
 
 def _named(node: NodeProto) -> NodeProto:
-    """A node as rules see it: one of a domain that they do not know is not taken for ONNX's of the same name."""
+    """Return a node as rules see it. A node of an unknown domain is not taken for ONNX's of the same name."""
     if node.domain in DOMAINS:
         return node
     renamed = NodeProto()
@@ -297,7 +300,7 @@ def _named(node: NodeProto) -> NodeProto:
 
 
 def _check(graph: onnx.GraphProto, nodes: Iterable[NodeProto], opset: int) -> None:
-    """Check what rules rely on; see `Graph`."""
+    """Check what rules rely on. See `Graph`."""
     for tensor in graph.initializer:
         check_tensor(tensor)
     sparse = (tensor.values.name for tensor in graph.sparse_initializer)
@@ -315,7 +318,7 @@ def _check(graph: onnx.GraphProto, nodes: Iterable[NodeProto], opset: int) -> No
 
 
 def _check_attributes(node: NodeProto, opset: int) -> None:
-    """Check that the attributes of an operator of ONNX's have its types, and that texts are UTF-8, as ONNX asks."""
+    """Check that the attributes of an ONNX operator have its types, and that texts are UTF-8, as ONNX requires."""
     types = _attribute_types(node.op_type, opset) if node.domain in ("", "ai.onnx") else {}
     for entry in node.attribute:
         wanted = types.get(entry.name)
@@ -335,7 +338,7 @@ def _check_attributes(node: NodeProto, opset: int) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _attribute_types(operator: str, opset: int) -> dict[str, int]:
-    """The types of an operator's attributes by their names; none of an operator that ONNX has not."""
+    """Return the types of an operator's attributes by name. They are empty for an operator that ONNX does not have."""
     try:
         schema: Any = defs.get_schema(operator, min(max(opset, 1), defs.onnx_opset_version()), "")
     except defs.SchemaError:

@@ -1,6 +1,6 @@
-"""Sizes and types that do not fit each other, which `onnx.checker` (1.23) or ONNX Runtime's loader (1.31) let pass.
+"""Finds sizes and types that do not fit, although `onnx.checker` (1.23) or ONNX Runtime's loader (1.31) accept them.
 
-ONNX Runtime compares them when it runs a graph, or not at all.
+ONNX Runtime compares them when it runs a graph, or never.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _CONVOLUTIONS = {
 }
 _POOLS = ("MaxPool", "AveragePool", "LpPool")
 _LEAST_RANK = 3
-# Sizes are numbers of 32 bits in kernels.
+# Kernels use 32 bits for sizes.
 _MOST = 2**31 - 1
-_MOST_NUMBERS = 2**48  # bytes that a processor addresses
+_MOST_NUMBERS = 2**48  # the address space of a processor, in bytes
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE, TensorProto.FLOAT8E8M0)
 
 
 def misfits(graph: Graph) -> Iterator[str]:
-    """What makes a graph invalid by ONNX's own words for its operators, a line for each node that it is wrong at.
+    """Yield the reasons why a graph is invalid by ONNX's definition of its operators, one line for each fault.
 
-    Convolutions and pools: groups, kernel, steps, borders, channels and bias fit image and weight. QuantizeLinear and
-    DequantizeLinear: one scale, one for each channel of the axis or one for each block, of floats, and zero-points of
-    the integers' type. Sizes that the file does not say are taken to fit.
+    Convolutions and pools: groups, kernel, strides, padding, channels and bias must fit image and weight.
+    QuantizeLinear and DequantizeLinear: scales are floats, one in all, one for each channel of the axis, or one for
+    each block. Zero points have the type of the integers. Sizes that the file does not give are assumed to fit.
     """
     for name in graph.inputs:
         if math.prod(size or 1 for size in graph.shape(name) or ()) > _MOST_NUMBERS:
@@ -70,7 +70,7 @@ def _kernels(graph: Graph, node: NodeProto) -> Iterator[str]:
 
 
 def _sizes(node: NodeProto, rank: int | None) -> Iterator[str]:
-    """What is wrong with the sizes that a node says for each axis of its kernel."""
+    """Yield what is wrong with the sizes that a node gives for each axis of its kernel."""
     for name, sides, least in (("kernel_shape", 1, 1), ("strides", 1, 1), ("dilations", 1, 1), ("pads", 2, 0)):
         sizes = tuple(attribute(node, name, ()))
         wrong = rank is not None and len(sizes) not in (0, sides * rank)
@@ -107,7 +107,7 @@ def _scales(graph: Graph, node: NodeProto) -> Iterator[str]:
         yield f"its zero-point is {TensorProto.DataType.Name(zero.data_type)}"
     if scale is None:
         return
-    if scale.data_type not in (*_FLOATS, TensorProto.INT32):  # which ONNX takes, too, from integers of 32 bits
+    if scale.data_type not in (*_FLOATS, TensorProto.INT32):  # ONNX also allows it, for 32-bit integers
         yield f"its scale is {TensorProto.DataType.Name(scale.data_type)}"
     sizes, shape = tuple(scale.dims), _shape(graph, node, 0)
     count = math.prod(sizes)
@@ -118,7 +118,7 @@ def _scales(graph: Graph, node: NodeProto) -> Iterator[str]:
 
 
 def _along(node: NodeProto, sizes: tuple[int, ...], shape: tuple[int | None, ...] | None) -> Iterator[str]:
-    """What is wrong with several scales."""
+    """Yield what is wrong with several scales."""
     axis, block = attribute(node, "axis", 1), attribute(node, "block_size", 0)
     if shape is None:
         return

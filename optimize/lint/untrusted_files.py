@@ -1,4 +1,4 @@
-"""ONNX files that nobody vouches for, read into memory: no code runs, and no file outside their folder is opened."""
+"""Reads untrusted ONNX files into memory. No code runs, and no file outside their folder is opened."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from optimize.lint.graph import printable
 from optimize.lint.untrusted_tensors import check_tensor, size_of, tensors
 from serve.runtime.errors import UserError, one_line
 
-# Protobuf's limit.
+# The limit of protobuf.
 _MOST_BYTES = 2**31 - 1
 
 
 def read_graph(path: Path) -> ModelProto:
-    """Read an ONNX file, with its weights, those in files beside it included.
+    """Read an ONNX file with its weights, also those in files beside it.
 
-    Sizes are compared before memory is taken: what a file declares costs nothing, only what is there.
+    Sizes are compared before memory is allocated: a declared size costs nothing, only actual data does.
 
     Raises:
-        UserError: it cannot be read, is no valid ONNX graph, or has more weights than memory is free.
+        UserError: it cannot be read, is no valid ONNX graph, or has more weights than free memory.
     """
     try:
         model = _parse(path)
@@ -46,7 +46,7 @@ def read_graph(path: Path) -> ModelProto:
 
 
 def weight_bytes(path: Path, model: ModelProto) -> int:
-    """How many bytes a graph has in its file and in others."""
+    """Return the bytes of a graph in its file and in other files."""
     return path.stat().st_size + sum(map(size_of, tensors(model)))
 
 
@@ -65,7 +65,7 @@ def _parse(path: Path) -> ModelProto:
 
 
 def _check_tensors(model: ModelProto, folder: Path) -> None:
-    """Check all tensors, and that the data which lies in other files is there, beside this one, and fits into memory.
+    """Check all tensors. Data in other files must be beside this one, complete, and fit into memory.
 
     Raises:
         UserError: names the tensor and what is wrong.
@@ -81,7 +81,7 @@ def _check_tensors(model: ModelProto, folder: Path) -> None:
 
 
 def _check_external(tensor: TensorProto, folder: Path) -> int:
-    """Check the file that a tensor's data is in: how many bytes it takes."""
+    """Check the file with a tensor's data, and return the number of bytes."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location, name = entries.get("location", ""), tensor.name[:200]
     file = folder / location

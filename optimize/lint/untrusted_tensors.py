@@ -1,4 +1,4 @@
-"""Tensors of a file that nobody vouches for: their shape, type and data are compared before anything reads them."""
+"""Checks shape, type and data of tensors from an untrusted file before anything reads them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from serve.runtime.errors import UserError, one_line
 
 # NumPy's limit (2.4).
 _MOST_AXES = 64
-# How many bits a number has in `raw_data`.
+# Bits of a number in `raw_data`.
 _BITS: dict[int, int] = {
     **dict.fromkeys((TensorProto.UINT2, TensorProto.INT2), 2),
     **dict.fromkeys((TensorProto.UINT4, TensorProto.INT4, TensorProto.FLOAT4E2M1), 4),
     **dict.fromkeys((TensorProto.FLOAT6E2M3, TensorProto.FLOAT6E3M2), 6),
 }
-# Which messages of ONNX's have tensors somewhere below them.
+# ONNX messages that contain tensors at any depth.
 _HOLDERS = frozenset(
     f"onnx.{name}Proto" for name in ("Model", "Graph", "Node", "Attribute", "SparseTensor", "Function", "TrainingInfo")
 )
@@ -28,10 +28,10 @@ _NO_NUMBERS = frozenset({TensorProto.STRING, TensorProto.COMPLEX64, TensorProto.
 
 
 def tensors(message: Message) -> Iterator[TensorProto]:
-    """All tensors of a model, a graph or a node: also those of attributes, inner graphs and functions.
+    """Yield all tensors of a model, a graph or a node, also those of attributes, inner graphs and functions.
 
     Raises:
-        UserError: a name is not UTF-8: protobuf (7.36) hands it out as bytes.
+        UserError: a name is not UTF-8. Protobuf (7.36) returns it as bytes.
     """
     waiting = [message]
     while waiting:
@@ -48,9 +48,9 @@ def tensors(message: Message) -> Iterator[TensorProto]:
 
 
 def check_tensor(tensor: TensorProto) -> None:
-    """Check that a tensor has a type of ONNX's, a shape, and as much data as they say. Reads no file.
+    """Check that a tensor has an ONNX type, a shape, and the matching amount of data. No file is read.
 
-    `onnx.checker` (1.23) accepts types that it does not know, and data that is longer than the shape says.
+    `onnx.checker` (1.23) accepts unknown types, and data that is longer than the shape says.
 
     Raises:
         UserError: names the tensor, and what is wrong with it.
@@ -62,14 +62,14 @@ def check_tensor(tensor: TensorProto) -> None:
 
 
 def size_of(tensor: TensorProto) -> int:
-    """How many bytes a tensor's data has by its shape and type; `check_tensor` has accepted it."""
+    """Return the bytes of a tensor's data by shape and type. `check_tensor` must have accepted it."""
     count: int = math.prod(tensor.dims)
     bits = _BITS.get(tensor.data_type) or 8 * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
     return -(-count * int(bits) // 8)
 
 
 def values_of(tensor: TensorProto) -> NDArray[Any]:
-    """The values of a tensor.
+    """Return the values of a tensor.
 
     Raises:
         UserError: it cannot be read, or its data is in a file that was not loaded.
@@ -84,7 +84,7 @@ def values_of(tensor: TensorProto) -> NDArray[Any]:
 
 
 def has_numbers(tensor: TensorProto) -> bool:
-    """Whether a tensor's values are real numbers: no strings, and not complex."""
+    """Tell whether a tensor's values are real numbers, and not strings or complex numbers."""
     return tensor.data_type not in _NO_NUMBERS
 
 
@@ -113,7 +113,7 @@ def _miscounted(tensor: TensorProto, kind: int) -> str | None:
         given, wanted, what = len(tensor.raw_data), size_of(tensor), "bytes"
     else:
         given, wanted, what = len(getattr(tensor, helper.tensor_dtype_to_field(kind))), count, "numbers"
-        if _BITS.get(kind, 8) < 6:  # packed in bytes, where those of 6 bits have one each
+        if _BITS.get(kind, 8) < 6:  # packed in bytes, except 6-bit numbers, which take a byte each
             wanted = -(-count * _BITS[kind] // 8)
         elif kind in (TensorProto.COMPLEX64, TensorProto.COMPLEX128):
             wanted = 2 * count

@@ -1,4 +1,4 @@
-"""The channels of a network as records: its layers by the labels of their channels, and what counts them."""
+"""The channels of a network as records: layers by the labels of their channels, and the nodes that count channels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Layer:
         name: of the module.
         out: labels of its outputs, ``int64 (out,)``.
         into: labels of its inputs, ``int64 (in,)``.
-        per_group: input channels of each group; None where there is one group.
-        kernel: shape of its weight behind the channels.
-        places: positions of its answer for one image, of all calls.
+        per_group: input channels of each group. None: there is one group.
+        kernel: shape of its weight after the channels.
+        places: output positions for one image, over all calls.
     """
 
     name: str
@@ -31,19 +31,19 @@ class Layer:
     places: int
 
     def macs(self, out: int, into: int) -> int:
-        """Multiply-accumulates of one image with so many channels."""
+        """Return the multiply-accumulates of one image with these numbers of channels."""
         return weighted_macs((out, self.per_group or into, *self.kernel), self.places)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A node that has numbers of channels written into it: a pad, slice, split or reshape.
+    """A node that contains numbers of channels: a pad, slice, split or reshape.
 
     Attributes:
         node: its name.
-        dim: the dimension of the channels: from the last, -1, and of a slice from the first, 0.
-        parts: labels of each number: what a pad adds before and after, a slice leaves before itself and holds, each
-            part of a split, or all.
+        dim: the dimension of the channels, from the last, -1. For a slice it counts from the first, 0.
+        parts: labels behind each number. For a pad: those added before and after. For a slice: those before it and in
+            it. For a split: those of each part. For a reshape: all.
     """
 
     node: str
@@ -53,7 +53,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Channels:
-    """The channels of a network: its layers, what holds a number for each channel, and what counts them."""
+    """The channels of a network: its layers, tensors with a number for each channel, and nodes that count channels."""
 
     labels: Labels
     layers: dict[str, Layer]

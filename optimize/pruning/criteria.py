@@ -1,4 +1,4 @@
-"""How much a unit matters: its channels' weights, their norms' scales, or what the loss would change without it."""
+"""Scores how much a unit matters: by its channels' weights, their norms' scales, or the effect on the loss."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Criterion = Literal["l1", "l2", "bn", "group", "taylor"]
 def scores(
     graph_module: fx.GraphModule, grouping: Grouping, criterion: Criterion, gradients: Mapping[str, torch.Tensor] | None
 ) -> list[torch.Tensor]:
-    """The score of each group's units, ``float32 (units,)``; the lowest go first.
+    """Return the score of each group's units, ``float32 (units,)``. The lowest are removed first.
 
-    - ``l1``, ``l2``: the norm of the filters that give the channels (Li et al. 2017, arXiv:1608.08710), relative to
-      the layer's mean, and the mean of those over the layers.
-    - ``group``: the same of all weights that are removed with the unit: filters, scales of norms, and what the next
-      layers read the channels with (Fang et al. 2023, arXiv:2301.12900), squared and summed; relative to the group's
-      mean.
-    - ``bn``: the scale of the batch norms, as it is, their mean (Liu et al. 2017, arXiv:1708.06519).
-    - ``taylor``: the square of gradient times weight, summed over the filters (Molchanov et al. 2019,
-      arXiv:1906.10771, equation 8), as it is.
+    - ``l1``, ``l2``: the norm of the filters that give the channels, relative to the layer's mean. Over several layers
+      it is the mean. Source: Li et al. 2017, arXiv:1608.08710.
+    - ``group``: the norm of all weights that are removed with the unit, relative to the group's mean. These are
+      filters, scales of norms, and the next layers' weights for the channels. Source: Fang et al. 2023,
+      arXiv:2301.12900.
+    - ``bn``: the mean scale of the batch norms, not normalised. Source: Liu et al. 2017, arXiv:1708.06519.
+    - ``taylor``: the square of gradient times weight, summed over the filters, not normalised. Source: Molchanov et al.
+      2019, arXiv:1906.10771, equation 8.
 
     Args:
         graph_module: the network.
         grouping: its groups.
         criterion: one of those.
-        gradients: for ``taylor``, what `first_order` gives.
+        gradients: for ``taylor``, the result of `first_order`.
     """
     places = _Places(graph_module, grouping)
     if criterion == "taylor":
@@ -51,9 +51,9 @@ def scores(
 
 
 def first_order(graph_module: fx.GraphModule, grouping: Grouping, context: Context, images: int) -> dict[str, Any]:
-    """For each layer's output channels, the mean over batches of (Σ gradient · weight)², by ``out`` and its name.
+    """Return the mean over batches of (Σ gradient · weight)² for each layer's output channels, by ``out`` and its name.
 
-    In eval mode, on training images with their labels.
+    It is computed in eval mode on training images with their labels.
     """
     graph_module.to(context.device).eval()
     weights: dict[str, Any] = {name: graph_module.get_submodule(name).weight for name in grouping.channels.layers}
@@ -61,7 +61,7 @@ def first_order(graph_module: fx.GraphModule, grouping: Grouping, context: Conte
     found: dict[str, torch.Tensor] = {}
     batches = context.calibration(images)
     try:
-        for weight in frozen:  # what is not to be trained is worth something, too
+        for weight in frozen:  # weights that are not trained matter, too
             weight.requires_grad_(True)
         for done, (pixels, labels) in enumerate(batches, start=1):
             inputs = normalise(pixels, context.preprocessing, context.device, torch.float32)
@@ -81,7 +81,7 @@ def first_order(graph_module: fx.GraphModule, grouping: Grouping, context: Conte
 
 
 class _Places:
-    """Figures of channels, place by place, gathered by unit."""
+    """Figures of channels at each place, summed up by unit."""
 
     def __init__(self, graph_module: fx.GraphModule, grouping: Grouping) -> None:
         self._module, self._grouping = graph_module, grouping
@@ -89,13 +89,13 @@ class _Places:
         self._number = {unit: index for index, unit in enumerate(units)}
 
     def filters(self, order: int) -> dict[str, torch.Tensor]:
-        """The norm of each output channel's weights."""
+        """Return the norm of each output channel's weights."""
         return {
             f"out {name}": self._weight(name).flatten(1).norm(p=order, dim=1) for name in self._grouping.channels.layers
         }
 
     def scales(self) -> dict[str, torch.Tensor]:
-        """The absolute scale of each channel of a norm."""
+        """Return the absolute scale of each channel of a norm."""
         found = {}
         for name in self._grouping.channels.norms:
             weight = getattr(self._module.get_submodule(name), "weight", None)
@@ -104,7 +104,7 @@ class _Places:
         return found
 
     def squares(self) -> dict[str, torch.Tensor]:
-        """The sum of the squares of all weights of a channel, in every place."""
+        """Return the sum of the squares of all weights of a channel, at every place."""
         found = {name: norm.square() for name, norm in self.filters(2).items()}
         found |= {name: scale.square() for name, scale in self.scales().items()}
         for name, layer in self._grouping.channels.layers.items():
@@ -113,15 +113,15 @@ class _Places:
         return found
 
     def sums(self, figures: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The sum of a unit's figures in all places, ``(units,)``."""
+        """Return the sum of each unit's figures over all places, ``(units,)``."""
         return self._summed(figures, lambda figure: figure)
 
     def means(self, figures: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Their mean; NaN where there is none."""
+        """Return the mean of each unit's figures. It is NaN without any."""
         return self.sums(figures) / self._summed(figures, torch.ones_like)
 
     def gathered(self, of_units: torch.Tensor) -> list[torch.Tensor]:
-        """Parted into groups."""
+        """Split figures of units into groups."""
         return list(torch.split(of_units, [len(group.units) for group in self._grouping.groups]))
 
     def _summed(self, figures: Mapping[str, torch.Tensor], of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

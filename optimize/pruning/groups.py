@@ -1,4 +1,4 @@
-"""Groups of channels that may be removed one by one, and the layers that must stay whole, with the reason."""
+"""Groups of channels that may be removed one by one, and layers that must stay whole, with the reason."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from optimize.pruning.channels import Channels
 
 @dataclass(frozen=True)
 class Group:
-    """Units that stand in the same places of the network, so that one is as good as another.
+    """Units at the same places of the network, which are interchangeable.
 
-    A unit is what can only be removed together: one channel of a layer, with those that are added to it in other
+    A unit is the least that can be removed: one channel of a layer with the channels that are added to it in other
     layers, or one group of a grouped convolution.
 
     Attributes:
         units: the numbers of the sets of labels.
-        layers: names of the layers whose outputs they are, with how many of each layer's a unit has.
+        layers: names of the layers with these outputs, and the number of outputs in a unit.
     """
 
     units: tuple[int, ...]
@@ -29,12 +29,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Grouping:
-    """What can be removed of a network, and what cannot.
+    """The removable and the fixed channels of a network.
 
     Attributes:
-        channels: of the network.
-        groups: of units that can be removed.
-        kept: why layers' outputs cannot, by layer.
+        channels: the channels of the network.
+        groups: groups of removable units.
+        kept: the reasons why outputs of layers must stay, by layer.
     """
 
     channels: Channels
@@ -43,11 +43,11 @@ class Grouping:
 
 
 def group(channels: Channels, whole: Mapping[str, str]) -> Grouping:
-    """Gather the channels of a network.
+    """Group the channels of a network.
 
     Args:
-        channels: what `channels_of` found.
-        whole: why layers are to stay whole, by name, beside those that have to.
+        channels: the result of `channels_of`.
+        whole: further layers that must stay whole, by name, with the reason.
     """
     for name, reason in whole.items():
         channels.labels.keep(channels.layers[name].out, reason)
@@ -62,13 +62,13 @@ def group(channels: Channels, whole: Mapping[str, str]) -> Grouping:
     groups = []
     for key, units in alike.items():
         layers = {place.removeprefix("out "): count for place, count in key if place.startswith("out ")}
-        if layers:  # zeros that a pad adds and no layer's channels are added to are nobody's to choose
+        if layers:  # padding zeros to which no layer's channels are added cannot be chosen
             groups.append(Group(tuple(units), layers))
     return Grouping(channels, tuple(groups), _kept(channels))
 
 
 def _places(channels: Channels) -> Iterable[tuple[str, torch.Tensor]]:
-    """Every place in which channels are counted, by name, with its labels."""
+    """Yield every place at which channels are counted: its name and labels."""
     for layer in channels.layers.values():
         yield f"out {layer.name}", layer.out
         yield f"in {layer.name}", layer.into
@@ -80,7 +80,7 @@ def _places(channels: Channels) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _kept(channels: Channels) -> dict[str, str]:
-    """Why layers keep outputs, by layer; those that keep none are left out."""
+    """Return the reasons why layers keep outputs, by layer. Layers that keep none are left out."""
     found = {}
     for layer in channels.layers.values():
         reasons = (channels.labels.reason(unit) for unit in channels.labels.sets(layer.out).tolist())

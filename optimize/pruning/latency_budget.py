@@ -1,7 +1,7 @@
-"""How many channels may stay for a network to take a share of its time: found by running real candidates, not a model.
+"""Finds how many channels may stay for a share of a network's time, by running real candidates instead of a model.
 
-Time is not a function of arithmetic: kernels work in blocks of channels, layers wait for memory. So each candidate is
-built, its norms are folded, it is written as the engine reads it, and timed in turns with the whole network.
+Time is no function of arithmetic: kernels work in blocks of channels, and layers wait for memory. So each candidate is
+built, its norms are folded, and it is written in the engine's format. It is then timed in turns with the whole network.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ from serve.runtime.card.json_documents import sealed, unsealed
 from serve.runtime.engines.base import execution_id, find_engine
 from serve.runtime.errors import UserError
 
-#: What a float network can be written as, the first that an engine opens.
+#: Formats of a float network. The first one that an engine opens is used.
 _FORMATS: Final[tuple[Format, ...]] = ("onnx", "exported_program", "torchscript")
 
-#: How many units of each group stay.
+#: The number of units of each group that stay.
 Kept = list[int]
-#: Given whether numbers of units are few enough, the most that are; None: even the fewest are too many.
+#: Takes a test of whether the numbers of units are small enough, and returns the largest that pass. None: even the
+#: smallest are too large.
 Search = Callable[[Callable[[Kept], bool]], Kept | None]
-#: The units that go where so many of each group stay.
+#: Returns the units to remove for given numbers of units that stay.
 Removed = Callable[[Kept], set[int]]
 
 
 class Latency(Config):
-    """A share of the network's time that may stay, and what that is measured with."""
+    """A share of the network's time that may stay, and how to measure it."""
 
     share: float = Field(gt=0, lt=1, description="share of the whole network's time that may stay")
     execution: Wanted = Field(
@@ -63,16 +64,16 @@ class Latency(Config):
 
     @property
     def by(self) -> Execution:
-        """What runs the networks; an engine that is only named, on its usual device."""
+        """The execution of the networks. An engine given by name runs on its usual device."""
         wanted = self.execution
         return wanted if isinstance(wanted, Execution) else Execution(wanted, find_engine(wanted).devices[0])
 
     @property
     def format(self) -> Format:
-        """What candidates are written as.
+        """The format of candidates.
 
         Raises:
-            UserError: the engine opens none of what a float network can be written as.
+            UserError: the engine opens no format of a float network.
         """
         opened = find_engine(self.by.engine).formats
         found = next((each for each in _FORMATS if each in opened), None)
@@ -83,10 +84,10 @@ class Latency(Config):
         return found
 
     def check(self) -> None:
-        """Refuse what no engine here could be asked for.
+        """Refuse an execution that is impossible on this machine.
 
         Raises:
-            UserError: see `check_wanted`, the engine runs no float network, or there is no such device.
+            UserError: see `check_wanted`. Or the engine runs no float network, or the device does not exist.
         """
         check_wanted((self.execution,))
         assert self.format
@@ -98,35 +99,35 @@ class Latency(Config):
 
 
 class Budget(Protocol):
-    """How much of a network may stay.
+    """The share of a network that may stay.
 
     Attributes:
-        notes: what was found out, for the artifact's card.
+        notes: results for the artifact's card.
     """
 
     notes: tuple[str, ...]
 
     def widest(self, module: fx.GraphModule, grouping: Grouping, removed: Removed, search: Search, part: float) -> Kept:
-        """The most units that may stay of each group.
+        """Return the largest number of units that may stay, for each group.
 
         Args:
-            module: what is cut, at least as small as the whole network; stays as it is.
+            module: the network to cut, at most as large as the whole one. It is not changed.
             grouping: its channels.
-            removed: which units go.
+            removed: gives the units to remove.
             search: see `Search`.
-            part: how far the removal is to go, as an exponent of the share that may stay in the end.
+            part: how far to go with the removal, as an exponent of the final share.
 
         Raises:
-            PassError: even the fewest that are allowed are too many.
+            PassError: even the smallest allowed numbers are too large.
         """
 
 
 class Race:
-    """Candidates against the whole network that they are cut out of; a context, which ends all processes.
+    """Times candidates against the whole network. It is a context manager that ends all its processes.
 
     Args:
         whole: traced, in eval mode.
-        config: what is measured with.
+        config: how to measure.
         context: of the run.
     """
 
@@ -149,13 +150,13 @@ class Race:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def widest(self, module: fx.GraphModule, grouping: Grouping, removed: Removed, search: Search, part: float) -> Kept:
-        """See `Budget`; asked by measured times.
+        """See `Budget`. The test is a measured time.
 
-        What the search ends at has been chosen for a low time, and is timed once more: if that is above the share, it
-        counts as too slow, and the search goes on.
+        The search ends at a candidate that was chosen for a low time, so it is timed once more. If the new time is
+        above the share, the candidate counts as too slow and the search continues.
 
-        The answer is kept with the run's unfinished work: times are never twice the same, and other widths would make
-        worthless what a training that was interrupted behind it had come to.
+        The result is stored with the run's unfinished work. Times never repeat exactly, and other widths would make the
+        progress of an interrupted training worthless.
         """
         known = self._known(module, part)
         if known is not None and (found := _kept(known)) is not None:
@@ -191,7 +192,7 @@ class Race:
         )
 
     def _known(self, module: fx.GraphModule, part: float) -> Path | None:
-        """Where the answer for a network is kept until all is made; None: nowhere."""
+        """Return the file that keeps the result for a network until the run is complete, or None."""
         if self._context.unfinished is None:
             return None
         return self._context.unfinished / f"widths-{fingerprint(module, self._config, 1)}-{part:.6f}.json"
@@ -208,7 +209,7 @@ class Race:
         return f"a batch of {self._config.batch} in {execution_id(self._config.by)}"
 
     def _written(self, module: fx.GraphModule, name: str) -> Path:
-        """A network as an artifact's folder, in the place of the one of the same name."""
+        """Write a network as an artifact's folder, replacing the one of the same name."""
         folder = self._folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -239,7 +240,7 @@ class Race:
 
 
 def _kept(path: Path) -> dict[str, Any] | None:
-    """The widths that were found before an interruption; None: there are none, or their file was changed."""
+    """Return the widths found before an interruption. None: there are none, or their file was changed."""
     try:
         return unsealed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

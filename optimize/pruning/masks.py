@@ -1,4 +1,4 @@
-"""Single weights as zeros: which, by their size."""
+"""Masks that set single weights to zero by their size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optimize.store.layer_effects import WHOLE, Effect
 
 Scope = Literal["global", "layer"]
 
-#: By layer's name, true where a weight stays.
+#: By layer name, true where a weight stays.
 Masks = Mapping[str, torch.Tensor]
 
 ZEROS = "zeros among the weights (%)"
@@ -22,9 +22,9 @@ _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 
 def weighted(module: nn.Module, kept: Set[str]) -> dict[str, torch.Tensor]:
-    """The weight of each convolution and linear layer, but those within the modules called ``kept``.
+    """Return the weight of each convolution and linear layer outside the modules called ``kept``.
 
-    What several layers share stands here once, by the first; it is kept if it is that of one that is.
+    A shared weight is returned once, by its first layer. It is kept if one of its layers is.
     """
     own = {name: kept.isdisjoint(around(name)) for name, _ in module.named_modules()}
     known = {id(tensor) for name, layer in module.named_modules() if not own[name] for tensor in layer.parameters()}
@@ -37,7 +37,7 @@ def weighted(module: nn.Module, kept: Set[str]) -> dict[str, torch.Tensor]:
 
 
 def smallest(weights: Mapping[str, torch.Tensor], share: float, scope: Scope) -> Masks:
-    """Without the share of weights that are smallest in absolute value, of all layers together or of each layer."""
+    """Mask the share of weights with the smallest absolute values, over all layers together or in each layer."""
     if scope == "layer":
         return {name: smallest({name: weight}, share, "global")[name] for name, weight in weights.items()}
     sizes = torch.cat([weight.detach().abs().flatten() for weight in weights.values()])
@@ -48,9 +48,9 @@ def smallest(weights: Mapping[str, torch.Tensor], share: float, scope: Scope) ->
 
 
 def n_of_m(weights: Mapping[str, torch.Tensor], n: int, m: int) -> Masks:
-    """Of every ``m`` neighbouring input channels, at each place of a filter, the ``n`` largest in absolute value.
+    """Keep the ``n`` largest absolute values of every ``m`` neighbouring input channels, at each place of a filter.
 
-    Only of layers whose input channels (of a group) are a multiple of ``m``.
+    Only layers whose input channels (of a group) are a multiple of ``m`` get a mask.
     """
     found = {}
     for name, weight in weights.items():
@@ -64,7 +64,7 @@ def n_of_m(weights: Mapping[str, torch.Tensor], n: int, m: int) -> Masks:
 
 
 def set_to_zero(module: nn.Module, masks: Masks) -> None:
-    """Set what is masked to zero, in place."""
+    """Set masked weights to zero, in place."""
     with torch.no_grad():
         for name, mask in masks.items():
             weight: Any = module.get_submodule(name).weight
@@ -72,11 +72,11 @@ def set_to_zero(module: nn.Module, masks: Masks) -> None:
 
 
 def zeros(masks: Masks, were: Mapping[str, torch.Tensor]) -> list[Effect]:
-    """How many of each layer's weights are zero, and of all, in percent, before they are masked and after.
+    """Return the percentage of zero weights of each layer and of all, before and after masking.
 
     Args:
-        masks: what stays.
-        were: by layer's name, true where a weight was zero before.
+        masks: true where a weight stays.
+        were: by layer name, true where a weight was zero before.
     """
     before = [were[name].flatten() for name in masks]
     after = [was | ~mask.flatten() for was, mask in zip(before, masks.values(), strict=True)]

@@ -1,4 +1,4 @@
-"""The operations that channels are followed through, by what they do to them."""
+"""The operations through which channels are followed, by their effect on channels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 CONVOLUTIONS: frozenset[type[nn.Module]] = frozenset({nn.Conv1d, nn.Conv2d, nn.Conv3d})
 
-#: Modules with numbers for each channel, in dimension 1, and without any effect of one channel on another.
+#: Modules with numbers for each channel in dimension 1, and no effect of one channel on another.
 PER_CHANNEL: frozenset[type[nn.Module]] = frozenset(
     {
         *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -22,7 +22,7 @@ PER_CHANNEL: frozenset[type[nn.Module]] = frozenset(
     }
 )
 
-#: Modules that compute each value from the one at its place.
+#: Elementwise modules.
 PLACEWISE: frozenset[type[nn.Module]] = frozenset(
     {
         *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish),
@@ -43,7 +43,7 @@ POOLS: frozenset[Any] = frozenset(
     }
 )
 
-#: Functions and methods of one tensor that compute each value from the one at its place.
+#: Elementwise functions and methods of one tensor.
 SAME_SHAPE: frozenset[Any] = frozenset(
     {
         *(functional.relu, functional.relu_, functional.relu6, functional.leaky_relu, functional.elu, functional.gelu),
@@ -56,7 +56,7 @@ SAME_SHAPE: frozenset[Any] = frozenset(
     }
 )
 
-#: Functions and methods of two operands, value by value.
+#: Elementwise functions and methods of two operands.
 BINARY: frozenset[Any] = frozenset(
     {
         *(operator.add, operator.iadd, operator.sub, operator.isub, operator.mul, operator.imul, operator.truediv),
@@ -79,9 +79,9 @@ MOVEMENTS: frozenset[Any] = RESHAPES | {
 
 
 def in_batches(operation: Any, shape: Sequence[int]) -> bool:
-    """Whether an operation on places (``…1d``, ``…2d``, ``…3d``) takes the first dimension of a tensor for images.
+    """Tell whether an operation on places (``…1d``, ``…2d``, ``…3d``) takes the first dimension of a tensor for images.
 
-    One dimension fewer, and it takes it for channels.
+    With one dimension less, it takes it for channels.
     """
     found = re.search(r"([123])d$", getattr(operation, "__name__", ""))
     if found is None or operation is nn.BatchNorm1d or operation in PLACEWISE:
@@ -90,7 +90,7 @@ def in_batches(operation: Any, shape: Sequence[int]) -> bool:
 
 
 def dims_of(node: fx.Node, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The dimensions that a reduction of a tensor of ``shape`` runs over, from the last, -1; None: not known."""
+    """Return the dimensions over which a reduction runs, counted from the last, -1. None: they are unknown."""
     found = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis"))
     dims = found if isinstance(found, list | tuple) else (found,)
     if not dims or not all(type(dim) is int for dim in dims):
@@ -99,9 +99,9 @@ def dims_of(node: fx.Node, shape: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def sliced(index: Any, dim: int, size: int) -> tuple[int, int] | None:
-    """What an index takes of dimension ``dim``, from the first, 0: where it begins and ends; None: no whole stretch.
+    """Return start and end of an index in dimension ``dim``, from the first, 0. None: it takes no contiguous range.
 
-    An index without ``...``, whose place would depend on how many dimensions there are.
+    The index has no ``...``, whose position would depend on the number of dimensions.
     """
     entries = index if isinstance(index, tuple) else (index,)
     if not all(entry is None or isinstance(entry, slice | int) for entry in entries):
@@ -115,6 +115,6 @@ def sliced(index: Any, dim: int, size: int) -> tuple[int, int] | None:
 
 
 def entry_of(entries: Sequence[Any], dim: int) -> int | None:
-    """Which entry of an index is for dimension ``dim``, from the first, 0; None: it goes not as far."""
+    """Return the position of an index's entry for dimension ``dim``, from the first, 0. None: there is none."""
     read = [place for place, entry in enumerate(entries) if entry is not None]
     return read[dim] if dim < len(read) else None

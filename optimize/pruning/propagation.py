@@ -1,9 +1,8 @@
-"""Which channels of a network belong together: its graph run once, with a label beside every channel.
+"""Finds which channels of a network belong together, by running its graph once with labels beside every channel.
 
-Beside each tensor stands one of labels (see `optimize.pruning.channel_labels`). A convolution gives its outputs labels
-of their own; what adds two tensors ties theirs; what moves values is executed on the labels themselves, so that a
-concat, a slice or a flatten needs no rule. Whatever is not understood keeps the channels that reach it, with the
-reason.
+Each tensor has a tensor of labels (see `optimize.pruning.channel_labels`). A convolution gives its outputs new labels.
+A sum of two tensors ties their labels. An operation that moves values is executed on the labels themselves, so that a
+concat, a slice or a flatten needs no rule. An unknown operation keeps the channels that reach it, with the reason.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def channels_of(graph_module: fx.GraphModule, example: torch.Tensor) -> Channels
 
 
 class _Propagation(fx.Interpreter):
-    """Runs the graph; ``known`` holds the labels of each tensor that a node gives, in the node's own nesting."""
+    """Runs the graph. ``known`` has the labels of each tensor that a node gives, in the node's own nesting."""
 
     def __init__(self, graph_module: fx.GraphModule, images: int) -> None:
         super().__init__(graph_module)
@@ -73,7 +72,7 @@ class _Propagation(fx.Interpreter):
         return value
 
     def keep_shared(self) -> None:
-        """Layers whose tensors something else reads, too, must stay."""
+        """Keep layers whose tensors are also read elsewhere."""
         owners: dict[int, set[str]] = {}
         for name, layer in self.module.named_modules():
             for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
@@ -91,7 +90,7 @@ class _Propagation(fx.Interpreter):
                     self.labels.keep(self.norms[name], reason)
 
     def _labelled(self, node: fx.Node, value: Any) -> Any:
-        """The labels of what a node gives."""
+        """Return the labels of a node's value."""
         found = self._of_module(node, value) if node.op == "call_module" else self._of_call(node, value)
         if found is None:
             self._keep(node, f"they reach {_words(self, node)}, through which channels are not followed")
@@ -124,7 +123,7 @@ class _Propagation(fx.Interpreter):
         return None
 
     def _layer(self, node: fx.Node, layer: Any, given: _Given, value: torch.Tensor) -> torch.Tensor:
-        """A convolution or a linear layer gives its outputs labels of their own."""
+        """Give the outputs of a convolution or a linear layer new labels."""
         name = str(node.target)
         dim = -1 if isinstance(layer, nn.Linear) else 1 - value.ndim
         into = self._vector(given, dim, node)
@@ -183,7 +182,7 @@ class _Propagation(fx.Interpreter):
         return None
 
     def _together(self, node: fx.Node, value: torch.Tensor) -> Any:
-        """A sum or product of two tensors: the channels of one are those of the other."""
+        """Tie the channels of two tensors in a sum or product."""
         operands = [given for argument in node.args[:2] if (given := self._given(argument))]
         if not operands or len(operands) < len(_tensors([self.env[read] for read in node.all_input_nodes])):
             return None
@@ -269,7 +268,7 @@ class _Propagation(fx.Interpreter):
         return parts
 
     def _count(self, node: fx.Node, moved: torch.Tensor) -> None:
-        """A reshape to a number of channels that is written down."""
+        """Record a reshape with a fixed number of channels."""
         sizes: Any = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], list | tuple) else node.args[1:]
         for dim in channel_dims(moved):
             if len(sizes) != moved.ndim:
@@ -280,7 +279,7 @@ class _Propagation(fx.Interpreter):
     # --- what they share
 
     def _executed(self, node: fx.Node) -> Any:
-        """What a node that only moves values gives for the labels."""
+        """Return the result of a node that only moves values, executed on labels."""
 
         def labels_or_value(read: fx.Node) -> Any:
             given = self._given(read)
@@ -292,7 +291,7 @@ class _Propagation(fx.Interpreter):
         return run(node.target, args, kwargs)
 
     def _moved(self, labels: torch.Tensor) -> torch.Tensor:
-        """Labels that were moved with their values; where they no longer lie in one dimension, they must stay."""
+        """Return labels that were moved with their values. If they spread over several dimensions, they must stay."""
         found = squeezed(labels)
         if len(channel_dims(found)) > 1:
             reason = "they come to lie in two dimensions, as in a channel shuffle"
@@ -301,13 +300,13 @@ class _Propagation(fx.Interpreter):
         return found
 
     def _given(self, argument: Any) -> _Given | None:
-        """A tensor that a node reads, with its labels."""
+        """Return a tensor that a node reads, with its labels."""
         if not isinstance(argument, fx.Node) or not isinstance(labels := self.known.get(argument), torch.Tensor):
             return None
         return _Given(labels, tuple(self.env[argument].shape))
 
     def _vector(self, given: _Given, dim: int, node: fx.Node) -> torch.Tensor:
-        """The labels along a dimension; if they change along another one, they must stay."""
+        """Return the labels along a dimension. If they change along another one, they must stay."""
         if not set(channel_dims(given.labels)) <= {dim}:
             self.labels.keep(
                 given.labels, f"{_words(self, node)} reads them in a dimension that is not that of channels"
@@ -316,7 +315,7 @@ class _Propagation(fx.Interpreter):
         return given.vector(dim)
 
     def _kept(self, value: Any, reason: str) -> Any:
-        """Labels of values that are no layer's channels, in their nesting: one, which must stay."""
+        """Return labels for values that are no layer's channels, in their nesting: one label that must stay."""
         if isinstance(value, torch.Tensor):
             label = self.labels.fresh(1)
             self.labels.keep(label, reason)
@@ -340,7 +339,10 @@ class _Given:
         return self.labels.expand(self.shape)
 
     def vector(self, dim: int) -> torch.Tensor:
-        """Along ``dim``, counted from the last; a tensor of fewer dimensions, or of one label, repeats it."""
+        """Return the labels along ``dim``, counted from the last.
+
+        Missing dimensions, or a single label, are repeated.
+        """
         along = self.labels.flatten()
         return along if len(along) > 1 else along.expand(self.shape[dim])
 
@@ -353,7 +355,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _words(run: fx.Interpreter, node: fx.Node) -> str:
-    """A node in words: a module by its class and name, others by what they call."""
+    """Describe a node: a module by its class and name, others by the function that they call."""
     if node.op == "call_module":
         return f"{type(run.fetch_attr(str(node.target))).__name__} {node.target}"
     target: str | Callable[..., Any] = node.target

@@ -1,6 +1,6 @@
-"""Training that makes channels worth little before they are removed: a pull towards zero beside the loss.
+"""Training that pulls channels towards zero before they are removed, by a penalty beside the loss.
 
-What is removed then was near nothing, and less is lost with it than by cutting what the network has learned to use.
+The removed channels are then near zero. Less is lost than by cutting channels that the network uses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from optimize.training.loop import train
 
 Pull = Literal["group", "bn"]
 
-#: A unit below this share of its group's mean is counted as weak.
+#: A unit counts as weak below this share of its group's mean.
 _WEAK = 0.1
 
 
@@ -53,7 +53,7 @@ class Part:
     Attributes:
         parameter: its name.
         dim: the dimension of its channels.
-        units: number of the unit of each, ``int64 (channels,)``; -1 for a channel that stays.
+        units: number of the unit of each channel, ``int64 (channels,)``. -1: the channel stays.
     """
 
     parameter: str
@@ -61,7 +61,7 @@ class Part:
     units: torch.Tensor
 
     def along(self, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """A value for each channel, in a shape that multiplies with the parameter."""
+        """Return the values of the channels in a shape that broadcasts with the parameter."""
         shape = [1] * tensor.ndim
         shape[self.dim] = -1
         return values.view(shape)
@@ -69,10 +69,10 @@ class Part:
 
 @dataclass(frozen=True)
 class GroupLasso:
-    """``strength · Σ √n ‖w‖₂`` over units, ``w`` being the ``n`` weights that would be removed with one.
+    """``strength · Σ √n ‖w‖₂`` over units. ``w`` are the ``n`` weights that are removed with a unit.
 
     Yuan and Lin 2006 (J. R. Stat. Soc. B 68, equation 2.1), over the groups of Fang et al. 2023 (arXiv:2301.12900). Its
-    gradient is ``strength · w / rms(w)``: small units lose the larger share, and come to nothing.
+    gradient is ``strength · w / rms(w)``: small units lose the larger share, and vanish.
     """
 
     parts: Sequence[Part]
@@ -119,12 +119,12 @@ class ScaleL1:
 def sparsify(
     module: fx.GraphModule, grouping: Grouping, context: Context, config: Sparsifying, *, keep_zeros: bool
 ) -> FineTuned:
-    """Train a traced module in place, with a pull on all channels that can be removed.
+    """Train a traced module in place, with a pull on all removable channels.
 
-    It is left on the CPU, in eval mode, as it is after the last epoch: before it was pulled for less long.
+    It is left on the CPU, in eval mode, with the weights of the last epoch. Earlier epochs were pulled for less time.
 
     Raises:
-        NotApplicableError: there is nothing that the pull could be on.
+        NotApplicableError: there is nothing to pull on.
     """
     before = _weak(module, grouping)
     penalty = _penalty(module, grouping, config)
@@ -150,7 +150,7 @@ def _penalty(module: fx.GraphModule, grouping: Grouping, config: Sparsifying) ->
 
 
 def parts_of(module: fx.GraphModule, grouping: Grouping) -> tuple[list[Part], int]:
-    """Every parameter that loses channels with a unit, and how many units there are."""
+    """Return every parameter that loses channels with a unit, and the number of units."""
     channels = grouping.channels
     number = {unit: place for place, unit in enumerate(unit for group in grouping.groups for unit in group.units)}
 
@@ -166,11 +166,11 @@ def parts_of(module: fx.GraphModule, grouping: Grouping) -> tuple[list[Part], in
         norm: Any = module.get_submodule(name)
         if getattr(norm, "weight", None) is not None and hasattr(norm, "running_mean"):
             parts.append(Part(f"{name}.weight", 0, units(labels)))
-    # Not those that stay whole: one that layers share is known to the module by one of its names alone.
+    # Leave out parameters that stay whole: the module knows a shared one by only one of its names.
     return [part for part in parts if bool((part.units >= 0).any())], len(number)
 
 
 def _weak(module: fx.GraphModule, grouping: Grouping) -> float:
-    """Share of the units that are worth little beside the others of their group."""
+    """Return the share of units that are weak compared with the others of their group."""
     relative = torch.cat(scores(module, grouping, "group", None))
     return float((relative < _WEAK).double().mean())

@@ -1,4 +1,4 @@
-"""What all pruning passes can be told: what stays, and how what is left is trained, by the one training loop."""
+"""The settings that all pruning passes share: what stays, and how the rest is trained by the one training loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serve.runtime.errors import UserError
 
 
 class FineTuning(Retraining):
-    """Settings of the training that follows a pruning: those of any training, and none at all with 0 epochs."""
+    """Settings of the training after a pruning: those of any training. With 0 epochs there is none."""
 
     model_config = ConfigDict(title="FineTuning")
 
@@ -27,7 +27,7 @@ class FineTuning(Retraining):
 
 
 def _as_fine_tuning(given: object) -> object:
-    """Settings of a training as those of a fine-tuning; anything else as it is."""
+    """Turn settings of a training into those of a fine-tuning. Other values stay as they are."""
     if isinstance(given, TrainingConfig) and not isinstance(given, FineTuning):
         return FineTuning(**{name: getattr(given, name) for name in given.model_fields_set})
     return given
@@ -36,8 +36,8 @@ def _as_fine_tuning(given: object) -> object:
 class Pruning(Config):
     """The settings that all pruning passes share.
 
-    A pattern is a module's name (``layer4``, ``features.*.conv``) or its class's (``SqueezeExcitation``); ``*`` stands
-    for anything. It covers what lies beneath the module, too.
+    A pattern is a module's name (``layer4``, ``features.*.conv``) or its class's (``SqueezeExcitation``). ``*`` matches
+    anything. It also covers everything inside the module.
     """
 
     keep: tuple[str, ...] = Field(
@@ -60,14 +60,14 @@ def check_keep(build: Callable[[], nn.Module], config: Pruning) -> None:
 
 
 def kept_by(module: nn.Module, config: Pruning) -> frozenset[str]:
-    """The names of the modules that are left whole."""
+    """Return the names of the modules that stay whole."""
     kinds = classes(module)
     return frozenset(name for pattern in config.keep for name in matching(kinds, pattern))
 
 
 @dataclass(frozen=True)
 class FineTuned:
-    """What fine-tuning did: its notes, and how it went; nothing where there was none."""
+    """The result of fine-tuning: its notes and its history. Empty if there was none."""
 
     notes: tuple[str, ...] = ()
     training: tuple[History, ...] = ()
@@ -77,7 +77,7 @@ class FineTuned:
 
 
 def fine_tune(module: nn.Module, context: Context, config: FineTuning, *, keep_zeros: bool) -> FineTuned:
-    """Train ``module`` in place; leave it on the CPU in eval mode, at its best epoch or as it was."""
+    """Train ``module`` in place, and leave it on the CPU in eval mode, at its best epoch or as it was."""
     if not config.epochs:
         return FineTuned()
     result = train(module, context, config, from_start=True, keep_zeros=keep_zeros)

@@ -1,4 +1,4 @@
-"""Zeros among the weights as an artifact: simulated, because every engine here multiplies with them."""
+"""Writes an artifact with zeros among its weights. It is simulated: every engine here multiplies with the zeros."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SIMULATED = (
 def write_zeroed(
     module: nn.Module, rounds: Sequence[Callable[[], Masks]], train: FineTuning, context: Context, folder: Path
 ) -> Product:
-    """Set what is masked to zero, train the rest, and write the artifact.
+    """Set masked weights to zero, train the rest, and write the artifact.
 
     Args:
-        module: of float32; changed in place.
-        rounds: masks of its weights as they are then, see `optimize.pruning.masks`, each followed by a training; of
-            the same layers, and what one takes the next ones take, too.
+        module: float32. Changed in place.
+        rounds: functions that return masks of the current weights, see `optimize.pruning.masks`. A training follows
+            each. All masks are for the same layers, and later masks include earlier ones.
         train: how the rest is trained.
         context: of the run.
         folder: where to write.

@@ -1,4 +1,4 @@
-"""Channels really removed: tensors without them, layers that say so, and the numbers that the graph holds."""
+"""Removes channels: shrinks tensors, updates layers, and rewrites the numbers in the graph."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from optimize.pruning.groups import Grouping
 from optimize.pruning.operations import CONVOLUTIONS, PADS, RESHAPES, SPLITS, entry_of
 from optimize.tracing.trace import trace
 
-#: What a pruned network's shapes are, beside its parent's: channels ``[out, in]`` of each layer and ``[channels]`` of
-#: each norm that changed, and ``[dim, number, …]`` of each node that counts channels.
+#: The shapes of a pruned network where they differ from its parent's: channels ``[out, in]`` of each changed layer,
+#: ``[channels]`` of each changed norm, and ``[dim, number, …]`` of each node that counts channels.
 Structure = Mapping[str, Mapping[str, list[int]]]
 
 _Places = Mapping[str, tuple[torch.Tensor, ...]]
 
 
 def remove(graph_module: fx.GraphModule, grouping: Grouping, units: Iterable[int]) -> Structure:
-    """Remove units from a traced module, in place; returns the structure that it has now."""
+    """Remove units from a traced module, in place, and return its new structure."""
     gone = torch.tensor(sorted(units), dtype=torch.int64)
     channels = grouping.channels
 
@@ -45,12 +45,12 @@ def remove(graph_module: fx.GraphModule, grouping: Grouping, units: Iterable[int
 
 
 def resized(module: nn.Module, structure: Structure, example: torch.Tensor | None = None) -> fx.GraphModule:
-    """``module`` traced anew, with the shapes of a structure that `remove` gave for it; its weights are any.
+    """Trace ``module`` again and give it the shapes of a structure from `remove`. Its weights are arbitrary.
 
     ``example`` is an input, see `trace`.
 
     Raises:
-        PassError: the structure is not one of this module.
+        PassError: the structure does not fit this module.
     """
     graph_module = trace(module, example)
     layers, nodes = structure.get("layers", {}), structure.get("nodes", {})
@@ -63,12 +63,12 @@ def resized(module: nn.Module, structure: Structure, example: torch.Tensor | Non
 
 
 def joined(before: Structure, after: Structure) -> Structure:
-    """The structure of what was pruned twice, graph and names being the same."""
+    """Return the structure after two prunings of one graph with the same names."""
     return {part: {**before.get(part, {}), **after.get(part, {})} for part in ("layers", "nodes")}
 
 
 def masked(graph_module: fx.GraphModule, grouping: Grouping, units: Iterable[int]) -> fx.GraphModule:
-    """A copy of the module whole, in which no layer reads the units: what it is without them, said in another way."""
+    """Return a copy of the whole module in which no layer reads the units. It computes the same as without them."""
     blind = copy.deepcopy(graph_module)
     gone = torch.tensor(sorted(units), dtype=torch.int64)
     for name, layer in grouping.channels.layers.items():
@@ -77,7 +77,7 @@ def masked(graph_module: fx.GraphModule, grouping: Grouping, units: Iterable[int
         with torch.no_grad():
             if layer.per_group is None:
                 weight[:, unread] = 0
-            else:  # whole groups go, and these are their outputs
+            else:  # whole groups are removed, and these are their outputs
                 weight[torch.isin(grouping.channels.labels.sets(layer.out), gone)] = 0
     return blind
 
@@ -102,12 +102,12 @@ def _shrink(graph_module: fx.GraphModule, places: _Places, cuts: Mapping[str, li
 
 
 def _keep_tensors(layer: Any, parts: tuple[torch.Tensor, ...]) -> None:
-    """Keep these channels of a layer's tensors, as tensors of their own."""
+    """Keep these channels of a layer's tensors, as new tensors."""
     for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
         if not tensor.ndim:  # the number of batches that a norm has seen
             continue
         less = tensor.detach().index_select(0, parts[0].to(tensor.device))
-        # A grouped convolution loses whole groups: those that stay read what they read.
+        # A grouped convolution loses whole groups. The others read the same channels as before.
         if tensor.ndim > 1 and len(parts) > 1 and getattr(layer, "groups", 1) == 1:
             less = less.index_select(1, parts[1].to(tensor.device))
         less = less.clone(memory_format=torch.contiguous_format)
@@ -117,7 +117,7 @@ def _keep_tensors(layer: Any, parts: tuple[torch.Tensor, ...]) -> None:
 
 
 def _rewrite(node: fx.Node, dim: int, numbers: list[int]) -> None:
-    """Write other numbers of channels into a node; see `Cut`."""
+    """Write new numbers of channels into a node. See `Cut`."""
     args: list[Any] = list(node.args)
     if node.target in PADS:
         pads: list[Any] = list(args[1]) if len(args) > 1 else [*node.kwargs["pad"]]  # type: ignore[misc]

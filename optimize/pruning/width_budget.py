@@ -1,4 +1,4 @@
-"""How many units of each group stay: as many as leave a network of so many multiply-accumulates."""
+"""Finds how many units of each group stay, for a budget of multiply-accumulates or of time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 from optimize.pruning.groups import Group, Grouping
 
-#: Whether all groups' units are held against one threshold, or every group keeps the same share.
+#: Whether one threshold holds for the units of all groups, or every group keeps the same share.
 Spread = Literal["global", "uniform"]
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Which numbers of channels a layer may have: multiples of ``multiple``, at least ``least``, or all that it has."""
+    """The allowed numbers of channels of a layer: multiples of ``multiple`` and at least ``least``, or all it has."""
 
     multiple: int
     least: int
 
     def nearest(self, wanted: float, group: Group) -> int:
-        """The number of units of a group that is allowed and nearest to ``wanted``; of two, the larger one."""
+        """Return the allowed number of units of a group that is nearest to ``wanted``, and the larger of two."""
         count = len(group.units)
-        # Every layer's channels are to be a multiple: 1 unit may be several of them.
+        # Each layer's number of channels must be a multiple, and 1 unit may be several channels.
         step = math.lcm(*(self.multiple // math.gcd(self.multiple, size) for size in group.layers.values()))
         least = max(1, *(math.ceil(self.least / size) for size in group.layers.values()))
         allowed = [kept for kept in range(step, count, step) if kept >= least]
@@ -35,7 +35,7 @@ class Rounding:
 class Costs:
     """Multiply-accumulates of one image as a function of how many units of each group stay.
 
-    Of convolutions and linear layers whose channels are followed; the rest of a network has as many as before.
+    This covers convolutions and linear layers whose channels are followed. The rest of a network does not change.
     """
 
     def __init__(self, grouping: Grouping) -> None:
@@ -55,7 +55,7 @@ class Costs:
         self.full = self.macs(size)
 
     def macs(self, kept: Sequence[int]) -> int:
-        """With so many units of each group."""
+        """Return the multiply-accumulates with these numbers of units."""
         units = torch.tensor(kept, dtype=torch.int64)
         total = 0
         for layer, parts in zip(self._layers, self._parts, strict=True):
@@ -73,17 +73,17 @@ def widths(
     *,
     fill: bool = False,
 ) -> list[int] | None:
-    """How many units of each group stay; None: even the fewest that are allowed are too many.
+    """Return how many units of each group stay. None: even the fewest allowed are too many.
 
     Args:
         grouping: the groups.
-        scores: of each group's units, ``float (units,)``; comparable between groups for ``global``.
-        rounding: which numbers are allowed.
-        spread: how what is removed is spread over the groups.
-        reached: given the numbers of units that stay, whether they are few enough; true for fewer if for more.
-        fill: with ``global``, whether to use what the last step leaves over. A group goes by ``rounding`` at once, and
-            a residual stream that goes from 16 channels to 8 takes a third of a network with it: the threshold is then
-            looked for anew for the others, as often as a group stops it. It asks ``reached`` many times.
+        scores: of each group's units, ``float (units,)``. With ``global`` they are comparable between groups.
+        rounding: the allowed numbers.
+        spread: how the removal is spread over the groups.
+        reached: tells whether these numbers of units are few enough. If so, smaller numbers are, too.
+        fill: with ``global``, whether to use what the last step leaves over. ``rounding`` shrinks a group at once. A
+            residual stream that shrinks from 16 channels to 8 takes a third of a network with it. The threshold is then
+            searched again for the other groups, as often as a group stops it. This calls ``reached`` many times.
     """
     steps: list[float]
     if spread == "global":
@@ -119,7 +119,7 @@ def widths(
         return None
     place = first()
     while fill and spread == "global" and place > 0:
-        # Those that this step takes from are left with that; with them so, an earlier step is few enough.
+        # Fix the groups that this step shrinks. An earlier step is then few enough for the others.
         last, now = held(place - 1), held(place)
         most = [after if after < before else bound for before, after, bound in zip(last, now, most, strict=True)]
         place = first()
@@ -127,7 +127,7 @@ def widths(
 
 
 def removed(grouping: Grouping, scores: Sequence[torch.Tensor], kept: Sequence[int]) -> set[int]:
-    """The units that go: in each group those of the lowest scores; of equal ones, the last."""
+    """Return the units to remove: those with the lowest scores of each group, and the last of equal ones."""
     gone: set[int] = set()
     for group, score, count in zip(grouping.groups, scores, kept, strict=True):
         order = torch.sort(score, descending=True, stable=True).indices.tolist()

@@ -1,1 +1,1 @@
-"""The rules, one module a subject; each is found because it is here."""
+"""The rules, one module for each subject. Every module in this folder is found."""

@@ -1,9 +1,9 @@
-"""The ends of clamps between integers of one scale, at integers.
+"""Rounds the bounds of clamps between quantizers of one scale to that scale's steps.
 
-torch.ao (2.11 to 2.14) gives a clamp the range of what it clamps, and an end that lies between two integers becomes the
-nearer one when what is clamped is quantized. OpenVINO (2026.4.1) makes one operator of clamp and quantizer, and gives
-all that lies beyond such an end another integer: of what a small network's integers mean, a clamp to −1 and 1 left 28
-dB. With ends that are integers it gives the same.
+torch.ao (2.11 to 2.14) gives a clamp the range of its input. A bound between two integers is rounded to the nearer one
+when the result is quantized. OpenVINO (2026.4.1) fuses clamp and quantizer, and gives all values beyond such a bound
+another integer. In a small network, a clamp to −1 and 1 left 28 dB to the exact result of its integers. With bounds
+that are integers, OpenVINO gives the same.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _CLAMPS = (_ATEN.clamp.default, _ATEN.hardtanh.default)
 
 
 def round_clamps(module: fx.GraphModule) -> int:
-    """Move the ends of clamps to what they are quantized to, where integers of one scale lie on both sides, in place.
+    """Round the bounds of clamps to their quantized values if both sides have integers of one scale, in place.
 
     Args:
         module: with explicit quantizers (see `optimize.quantization.graph.explicit_quantizers`).
 
     Returns:
-        How many were moved.
+        The number of clamps changed.
     """
     moved = 0
     for node in module.graph.nodes:
@@ -36,7 +36,7 @@ def round_clamps(module: fx.GraphModule) -> int:
         if not all(quantizing(user) == "quantize_per_tensor" and user.args[1:6] == integers for user in node.users):
             continue
         given, *ends = node.args
-        ends = ends or [-1.0, 1.0]  # a hardtanh's own
+        ends = ends or [-1.0, 1.0]  # defaults of a hardtanh
         node.target = _ATEN.clamp.default
         node.args = (given, *(None if end is None else _rounded(end, integers) for end in ends))
         moved += 1
@@ -45,7 +45,7 @@ def round_clamps(module: fx.GraphModule) -> int:
 
 
 def _rounded(end: Any, integers: tuple[Any, ...]) -> float:
-    """The number that an end is quantized to."""
+    """Return the quantized value of a bound."""
     decomposed = torch.ops.quantized_decomposed
     integer = decomposed.quantize_per_tensor(torch.tensor(float(end)), *integers)
     value: torch.Tensor = decomposed.dequantize_per_tensor(integer, *integers)

@@ -1,4 +1,4 @@
-"""What is computed alike several times, made one: the exporter does it, and the count of quantizers would be off."""
+"""Merges equal computations. The exporter merges them too, and the count of quantizers would differ otherwise."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from optimize.tracing.constants import constant_value
 
 _ATEN = torch.ops.aten
 
-#: Operators that read their input and are not asked for anything else, beside those that only move numbers.
+#: Operators that depend only on their input, beside those that only move values.
 _READING = frozenset(
     {_ATEN.expand.default, _ATEN.repeat.default, _ATEN.repeat_interleave.self_int}
     | {_ATEN.select.int, _ATEN.slice.Tensor, _ATEN.sym_size.int}
     | {_ATEN.unbind.int, operator.getitem}
 )
-#: Operators that give what they are given where it is that already, or a tensor of its own.
+#: Operators that return their input if it has the wanted type or device already, and a new tensor otherwise.
 _MADE_TO_BE = frozenset({_ATEN.to.device, _ATEN.to.dtype, _ATEN.to.other, _ATEN.to.dtype_layout})
-#: Operators that give a tensor in pieces along an axis, their third argument.
+#: Operators that split a tensor along an axis, their third argument.
 _IN_PIECES = frozenset(
     {
         *(_ATEN.chunk.default, _ATEN.split.Tensor, _ATEN.split_with_sizes.default),
@@ -33,10 +33,11 @@ _IN_PIECES = frozenset(
 
 
 def merge_alike(module: fx.GraphModule) -> None:
-    """Compute and quantize once what is computed and quantized alike several times, as the exporter does.
+    """Merge equal nodes, as the exporter does, so that equal values are computed and quantized once.
 
-    GCViT's blocks all read one query, and each moves and scales it for itself; ConViT's have the same places each, as
-    constants; DLA's trees pool one map on two levels. Pieces are alike by their sizes, however they were asked for.
+    GCViT's blocks all read one query, and each moves and scales it by itself. ConViT's blocks each have the same
+    positions as constants. DLA's trees pool one map on two levels. Pieces are equal if their sizes are, however they
+    were split.
     """
     known: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(module.graph.nodes):
@@ -45,7 +46,7 @@ def merge_alike(module: fx.GraphModule) -> None:
         elif node.target in _IN_PIECES:
             key = _pieces(node)
         elif _only_moves(node) or quantizing(node) or _computes(node):
-            key = (node.target, repr((node.args, sorted(node.kwargs.items()))))  # to which 1, 1.0 and True differ
+            key = (node.target, repr((node.args, sorted(node.kwargs.items()))))  # `repr` tells 1, 1.0 and True apart
         else:
             continue
         first = known.get(key)
@@ -55,14 +56,14 @@ def merge_alike(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(first)
             module.graph.erase_node(node)
     for node in reversed(module.graph.nodes):
-        # A dropout gives the very tensor that it is given: exported again, who reads that one would read the dropout.
+        # A dropout returns its input itself. Exported again, readers of that input would read the dropout.
         if not node.users and _only_moves(node):
             module.graph.erase_node(node)
     module.recompile()
 
 
 def _pieces(node: fx.Node) -> tuple[Any, ...]:
-    """What a tensor is in pieces of, where, and how large each is."""
+    """Return the split tensor, the axis, and the size of each piece."""
     pieces: list[torch.Tensor] = node.meta["val"]
     axis: int = dict(enumerate(node.args)).get(2, node.kwargs.get("dim", 0))  # type: ignore[assignment]
     return ("pieces", node.args[0], axis % pieces[0].ndim, tuple(str(piece.shape[axis]) for piece in pieces))
@@ -73,7 +74,7 @@ def _only_moves(node: fx.Node) -> bool:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether it gives a tensor of its own, by its inputs alone, that nobody writes into."""
+    """Tell whether a node returns a new tensor that depends only on its inputs and that nobody writes into."""
     target = node.target
     return (
         isinstance(target, torch._ops.OpOverload)
@@ -85,15 +86,15 @@ def _computes(node: fx.Node) -> bool:
 
 
 def write_aside(module: fx.GraphModule) -> int:
-    """Write what operators write into tensors that nobody reads afterwards as new tensors, in place.
+    """Write in-place operators as operators that return new tensors, if nobody reads the old tensor later, in place.
 
-    A ``relu_`` is a ``relu`` then: for all who look for one, and for `merge_alike`.
+    A ``relu_`` becomes a ``relu``, for all code that looks for one and for `merge_alike`.
 
     Args:
-        module: a program's, of ``aten`` operators.
+        module: of a program, with ``aten`` operators.
 
     Returns:
-        How many.
+        The number of operators changed.
     """
     place = {node: number for number, node in enumerate(module.graph.nodes)}
     found = 0
@@ -115,17 +116,17 @@ def write_aside(module: fx.GraphModule) -> int:
 
 
 def _views(node: fx.Node) -> bool:
-    """Whether it may give a part of what it is given."""
+    """Tell whether a node may return a view of its input."""
     return not isinstance(node.target, torch._ops.OpOverload) or _aliases(node)
 
 
 def _written(node: fx.Node) -> bool:
-    """Whether somebody changes a tensor where it lies, or by a view of it (a program has its ``relu_`` still)."""
+    """Tell whether a node changes a tensor in place or through a view. A program still contains its ``relu_``."""
     return any(_writers(node))
 
 
 def _writers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who changes a tensor where it lies, or by a view of it."""
+    """Yield the nodes that change a tensor in place, or through a view of it."""
     for user in node.users:
         if isinstance(user.target, torch._ops.OpOverload):
             if user.target._schema.is_mutable:
@@ -135,7 +136,7 @@ def _writers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _changes(node: fx.Node, first: fx.Node, last: fx.Node) -> bool:
-    """Whether somebody changes what a node gives, or what that is a view of, between two who read it."""
+    """Tell whether a node changes a tensor, or the tensor of which it is a view, between two of its readers."""
     while isinstance(node.target, torch._ops.OpOverload) and _aliases(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return any(first < writer < last for writer in _writers(node))
@@ -147,6 +148,6 @@ def _aliases(node: fx.Node) -> bool:
 
 
 def content(constant: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors that are the same have in common."""
+    """Return a key that is equal for equal tensors."""
     numbers = constant.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return (type(constant), constant.dtype, tuple(constant.shape), hashlib.sha256(numbers).digest())

@@ -1,8 +1,9 @@
-"""What OpenVINO would compute from integers, and wrongly, is given floats.
+"""Makes OpenVINO compute an operator in float if it would compute it from integers, and wrongly.
 
-OpenVINO (2026.4.1) moves a dequantizer behind sums, means and borders, and computes them from the integers. Behind the
-larger of its input and the lowest float, which is the input (but of minus infinity), none is moved: the numbers are
-those that the graph means, in every engine. Whole numbers that are no integers of a quantizer stay what they are.
+OpenVINO (2026.4.1) moves a dequantizer behind sums, means and padding, and computes them from the integers. It moves
+none behind the maximum of a tensor and the lowest float. That maximum is the tensor itself, except for minus infinity.
+The numbers are then those that the graph means, in every engine. Integer tensors that do not come from a quantizer stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ _LOWEST = "lowest_float"
 
 
 def keep_floats(module: fx.GraphModule, taken: Callable[[fx.Node], Collection[fx.Node]]) -> int:
-    """Put the maximum with the lowest float between nodes and some of what they take, in place.
+    """Put the maximum with the lowest float between nodes and some of their inputs, in place.
 
     Args:
-        module: a program's, of ``aten`` operators.
-        taken: those of a node's inputs that it is to take as floats.
+        module: of a program, with ``aten`` operators.
+        taken: gives the inputs of a node that it must read as floats.
 
     Returns:
-        How many nodes take any so.
+        The number of nodes changed.
     """
     found = 0
     for node in list(module.graph.nodes):
@@ -41,6 +42,6 @@ def keep_floats(module: fx.GraphModule, taken: Callable[[fx.Node], Collection[fx
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """Whether a node is known to give whole numbers or truths, as what is counted or compared."""
+    """Tell whether a node is known to give integers or booleans, such as a count or a comparison."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and not value.is_floating_point()

@@ -1,4 +1,4 @@
-"""Weights of a program with explicit quantizers as the integers that they are, and pairs that change none left out."""
+"""Stores weights of a program with explicit quantizers as integers, and removes pairs that change no integer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from optimize.tracing.constants import constant_value
 
 _ATEN = torch.ops.aten
 
-#: Operators that give what they are given, in eval mode.
+#: Operators that return their input, in eval mode.
 _AS_IT_IS = (_ATEN.dropout.default, _ATEN.alias.default, _ATEN.clone.default)
 
 
 def fold_weights(module: fx.GraphModule) -> None:
     """Replace quantize(weight) by the int8 tensor that torch computes, and other quantized constants by floats.
 
-    Equal integers are one tensor: a layer that is called several times (CoaT's are) would have as many copies, of which
-    the exporter makes one only where they are small.
+    Equal integers become one tensor. A layer that is called several times (as in CoaT) would otherwise have as many
+    copies. The exporter merges them only if they are small.
     """
     folded: dict[tuple[Any, ...], str] = {}
     for index, node in enumerate(quantizers(module, "quantize_per_channel")):
@@ -32,9 +32,9 @@ def fold_weights(module: fx.GraphModule) -> None:
         with torch.no_grad():
             weight = constant_value(module, node)
         _replace(module, node, folded.setdefault(content(weight), f"weight_int8_{index}"), weight)
-    # What torch quantizes per tensor although it is constant, perhaps computed from constants: the factors by which
-    # ConvNeXt scales its layers (timm's: a view of them), the positions of a ViT. As rounded floats they are the same
-    # numbers without a quantizer.
+    # Torch quantizes some constants per tensor, even if they are computed from constants. Examples are the factors by
+    # which ConvNeXt scales its layers (a view of them in timm), and the positions of a ViT. As rounded floats they are
+    # the same numbers without a quantizer.
     for index, node in enumerate(quantizers(module, "quantize_per_tensor")):
         if computed(node):
             continue
@@ -48,7 +48,7 @@ def fold_weights(module: fx.GraphModule) -> None:
 
 
 def drop_doubled(module: fx.GraphModule) -> None:
-    """Take away pairs that dequantize and quantize again by the same scale, which changes no integer."""
+    """Remove pairs that dequantize and quantize again with the same scale, which changes no integer."""
     for node in quantizers(module, "quantize_per_tensor"):
         before: Any = node.args[0]
         while isinstance(before, fx.Node) and before.target in _AS_IT_IS:
@@ -61,7 +61,7 @@ def drop_doubled(module: fx.GraphModule) -> None:
 
 
 def drop_unused_tensors(module: fx.GraphModule) -> None:
-    """Delete parameters and buffers that no node reads, so that float weights do not travel along."""
+    """Delete parameters and buffers that no node reads, so that float weights are not written to the file."""
     used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
     for name in [name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name not in used]:
         owner, _, leaf = name.rpartition(".")
@@ -69,7 +69,7 @@ def drop_unused_tensors(module: fx.GraphModule) -> None:
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tensor) -> None:
-    """Put the constant ``value``, as a buffer called ``name``, in the place of ``node``."""
+    """Replace ``node`` by the constant ``value``, as a buffer called ``name``."""
     module.register_buffer(name, value)
     with module.graph.inserting_before(node):
         node.replace_all_uses_with(module.graph.get_attr(name))

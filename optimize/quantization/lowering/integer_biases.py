@@ -1,14 +1,14 @@
-"""Biases as whole numbers of their products' scale, so that every engine adds the same.
+"""Rounds biases to multiples of their products' scale, so that every engine adds the same.
 
 A product of integers has the scale ``input × weight``, and integer kernels sum products in int32. ONNX Runtime (1.31)
-rounds a float bias to such a sum's integers; torch and OpenVINO add it in float. So the network's own biases are
-rounded, once, and nothing is left that an engine could round. That moves them by half a product's scale at most, the
-finest difference that the layer's integers can make.
+rounds a float bias to the integers of such a sum. Torch and OpenVINO add it in float. So the network's own biases are
+rounded once, and no engine has anything left to round. That changes them by at most half a product's scale, the finest
+difference that the layer's integers can make.
 
-A channel whose weights are tiny beside its bias (pruning or a norm emptied it) has products of so fine a scale that
-its bias is no integer of 32 bits: ONNX Runtime wraps it around, and answers with the other end of the range. Its
-weights get a coarser scale, as TensorFlow Lite's and ONNX Runtime's own quantizers do it (microsoft/onnxruntime pull
-request 22020); what they lose is about a 2^30th of the bias.
+Pruning or a norm can leave a channel with tiny weights beside its bias. Its products then have so fine a scale that its
+bias does not fit into 32 bits. ONNX Runtime wraps it around, and answers with the other end of the range. Such weights
+get a coarser scale, as in TensorFlow Lite's and ONNX Runtime's own quantizers (microsoft/onnxruntime pull request
+22020). They lose about a 2^30th of the bias.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ WEIGHTED = frozenset(
 _INPUT = torch.ops.quantized_decomposed.dequantize_per_tensor
 _WEIGHT = torch.ops.quantized_decomposed.dequantize_per_channel
 
-#: The largest bias, in integers: half of what 32 bits hold, so that the sum of products has the other.
+#: The largest bias, in integers: half of the range of 32 bits. The sum of products has the other half.
 MOST = 1 << 30
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """What a layer with a bias multiplies by and adds: ``weight × scales[channel]``, and ``bias``.
+    """Weight and bias of a layer: it multiplies by ``weight × scales[channel]``, and adds ``bias``.
 
     Attributes:
         weight: ``int8``, output channels first.
         scales: ``(C,)``.
-        bias: ``(C,)``, whole numbers of the products' scale, in floats.
-        widened: whether any channel's weights have another scale than they had.
+        bias: ``(C,)``, multiples of the products' scale, as floats.
+        widened: whether the weights of any channel got another scale.
     """
 
     weight: torch.Tensor
@@ -63,16 +63,16 @@ class Weighted:
 
 _PADS = (torch.ops.aten.pad.default, torch.ops.aten.constant_pad_nd.default)
 
-#: Layers by the integers and scales that their weights had; equal ones in the program's order.
+#: Layers by the former integers and scales of their weights. Equal ones are in the program's order.
 Layers = Mapping[bytes, deque[Weighted]]
 
 
 def dequantizers(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Those of the input and the weight of a layer with a bias; None for other nodes, and layers in float."""
+    """Return the dequantizers of input and weight of a layer with a bias. None: another node, or a float layer."""
     if node.target not in WEIGHTED or len(node.args) < 3 or node.args[2] is None:
         return None
     given, weight = node.args[:2]
-    if isinstance(given, fx.Node) and given.target in _PADS:  # of zeros, which are products of nothing
+    if isinstance(given, fx.Node) and given.target in _PADS:  # zero padding, whose products are 0
         given = given.args[0]
     if not isinstance(given, fx.Node) or not isinstance(weight, fx.Node):
         return None
@@ -80,10 +80,10 @@ def dequantizers(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def round_biases(module: fx.GraphModule) -> Layers:
-    """Round the biases of a reference form (see `optimize.quantization.lowering.qdq`), in place, to its own constants.
+    """Round the biases of a reference form (see `optimize.quantization.lowering.qdq`), in place, as new constants.
 
     Returns:
-        What each of these layers has now, for `repack`.
+        The new weights and biases of these layers, for `repack`.
     """
     layers: defaultdict[bytes, deque[Weighted]] = defaultdict(deque)
     for number, (node, given, dequantized) in enumerate(_layers(module.graph)):
@@ -95,7 +95,7 @@ def round_biases(module: fx.GraphModule) -> Layers:
         now = whole(weight, scales, constant_value(module, bias), scale)
         layers[_digest(weight, scales)].append(now)
         with module.graph.inserting_before(node):
-            # Constants of this layer alone: another may add the same bias to products of another scale.
+            # Constants of this layer alone: another layer may add the same bias to products of another scale.
             node.update_arg(2, _constant(module, f"whole_bias_{number}", now.bias))
             if now.widened:
                 wide = (
@@ -111,17 +111,17 @@ def round_biases(module: fx.GraphModule) -> Layers:
 
 
 def _layers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
-    """Every layer with a bias whose input and weight are integers, with their dequantizers."""
+    """Return every layer with a bias whose input and weight are integers, with their dequantizers."""
     return [(node, *found) for node in graph.nodes if (found := dequantizers(node))]
 
 
 def whole(weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, given: float) -> Weighted:
-    """A layer whose bias is rounded to integers of its products' scale, of `MOST` at most.
+    """Return a layer whose bias is rounded to integers of its products' scale, at most `MOST`.
 
     Args:
         weight: ``int8``, output channels first.
         scales: ``(C,)``.
-        bias: ``(C,)``, in floats.
+        bias: ``(C,)``, floats.
         given: scale of the layer's input.
     """
     step = torch.tensor(given, dtype=torch.float32).double()
@@ -136,11 +136,11 @@ def whole(weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, given:
 
 
 def repack(converted: fx.GraphModule, layers: Layers) -> int:
-    """Give packed layers what the reference form has; returns how many there are.
+    """Give packed layers the weights and biases of the reference form, and return the number of layers.
 
     Args:
-        converted: torch's packed model, made from the same prepared one; its layers get their weights packed anew.
-        layers: as `round_biases` gives them.
+        converted: torch's packed model, made from the same prepared model. Its layers get their weights packed again.
+        layers: the result of `round_biases`.
     """
     waiting = {digest: deque(equal) for digest, equal in layers.items()}
     count = 0
@@ -161,7 +161,10 @@ def repack(converted: fx.GraphModule, layers: Layers) -> int:
 
 
 def packed_layers(converted: fx.GraphModule) -> Iterator[tuple[Any, str, Any]]:
-    """Packed layers in the graph's order: modules, '' and ``(weight, bias)``; constants' owners, names and values."""
+    """Yield packed layers in the graph's order: owner, name and packed value.
+
+    For a module, the name is '' and the value is ``(weight, bias)``. For a constant, they are its own.
+    """
     seen: set[str] = set()
     for node in converted.graph.nodes:
         if node.op not in ("call_module", "get_attr") or str(node.target) in seen:
@@ -179,14 +182,17 @@ def packed_layers(converted: fx.GraphModule) -> Iterator[tuple[Any, str, Any]]:
 
 
 def weight_bias(packed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a packed layer holds, of what `packed_layers` gives."""
+    """Return weight and bias of a packed layer, from a value of `packed_layers`."""
     return unpacked(packed) if isinstance(packed, torch.ScriptObject) else packed
 
 
 def put_back(
     owner: Any, name: str, packed: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, groups: int | None = None
 ) -> None:
-    """Give a packed layer, as `packed_layers` gives it, another weight and bias, and so many groups; None: as many."""
+    """Give a packed layer of `packed_layers` another weight and bias.
+
+    ``groups`` also changes the number of groups, unless it is None.
+    """
     if not name:
         if groups is not None:
             owner.groups = groups
@@ -201,7 +207,7 @@ def put_back(
 
 
 def with_integers(weight: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
-    """A quantized weight of other integers by the same scales, which are of its output channels, or one."""
+    """Return a quantized weight with other integers and the same scales, per output channel or per tensor."""
     if weight.qscheme() == torch.per_tensor_affine:
         return torch._make_per_tensor_quantized_tensor(integers, weight.q_scale(), weight.q_zero_point())
     zeros, axis = weight.q_per_channel_zero_points(), weight.q_per_channel_axis()

@@ -1,4 +1,4 @@
-"""Activation ranges narrower than their type: the clamp that torch's packed kernels and its exporter leave out."""
+"""Clamps activation ranges that are narrower than their type. Torch's packed kernels and its exporter do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 from optimize.quantization.graph.explicit_quantizers import quantizers
 
 _ATEN = torch.ops.aten
-#: The type range of each integer type that torch.ao produces here.
+#: The range of each integer type that torch.ao produces here.
 _FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 #: The largest integer of ``quint8``.
 _LARGEST = 255
@@ -20,7 +20,7 @@ _LARGEST = 255
 
 @dataclass(frozen=True)
 class NarrowRange:
-    """An activation quantizer whose integers keep to ``[low, high]``, less than their type holds."""
+    """An activation quantizer whose integers stay within ``[low, high]``, less than their type holds."""
 
     scale: float
     zero_point: int
@@ -29,7 +29,7 @@ class NarrowRange:
 
 
 class _Quantized(fx.Interpreter):
-    """Notes ``(scale, zero point)`` of what each node gives, where that is a quantized tensor."""
+    """Records ``(scale, zero point)`` of each node's value, if it is a quantized tensor."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -43,11 +43,11 @@ class _Quantized(fx.Interpreter):
 
 
 def quantized_parameters(converted: fx.GraphModule, example: torch.Tensor) -> dict[fx.Node, tuple[float, int]]:
-    """Scale and zero-point of what each node of a packed model gives, of those that give a quantized tensor with one.
+    """Return scale and zero point of each node of a packed model that gives a tensor quantized with one scale.
 
     Args:
         converted: the packed model.
-        example: ``float32 (N, C, H, W)``.
+        example: an input, ``float32 (N, C, H, W)``.
     """
     seen = _Quantized(converted)
     with torch.no_grad():
@@ -56,18 +56,18 @@ def quantized_parameters(converted: fx.GraphModule, example: torch.Tensor) -> di
 
 
 def clamp_packed(converted: fx.GraphModule, reference: fx.Graph, example: torch.Tensor) -> int:
-    """Clamp what packed kernels give to the range that it was quantized for, in place.
+    """Clamp the results of packed kernels to the ranges for which they were quantized, in place.
 
-    torch's kernels (2.11 to 2.14) write all 8 bits whatever the range: an activation beyond what calibration saw
-    becomes an integer beyond it, which the reference form and the ONNX graph do not have.
+    Torch's kernels (2.11 to 2.14) use all 8 bits whatever the range. An activation beyond the calibrated range becomes
+    an integer that the reference form and the ONNX graph do not have.
 
     Args:
         converted: the packed model.
-        reference: that of its reference form, which knows the ranges.
-        example: ``float32 (N, C, H, W)``.
+        reference: the graph of its reference form, which has the ranges.
+        example: an input, ``float32 (N, C, H, W)``.
 
     Returns:
-        How many clamps were put in: none where all ranges are those of the type.
+        The number of clamps inserted: none if all ranges are those of the type.
     """
     narrow = {
         (node.args[1], node.args[2]): node.args[4]
@@ -83,7 +83,7 @@ def clamp_packed(converted: fx.GraphModule, reference: fx.Graph, example: torch.
             continue
         scale, zero_point = parameters[node]
         most = [high for (s, z), high in narrow.items() if z == zero_point and math.isclose(s, scale, rel_tol=1e-6)]
-        if not most:  # a range that is known, as a sigmoid's, has all the type's integers
+        if not most:  # a fixed range, such as a sigmoid's, uses all integers of the type
             continue
         with converted.graph.inserting_after(node):
             clamped = converted.graph.call_function(torch.clamp, (node,), {"max": (most[0] - zero_point) * scale})
@@ -94,7 +94,7 @@ def clamp_packed(converted: fx.GraphModule, reference: fx.Graph, example: torch.
 
 
 def _computes(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node makes integers of its own, and does not only pass on those it is given."""
+    """Tell whether a node makes new integers, and does not only pass on its input."""
     if node.op == "call_module":
         return hasattr(module.get_submodule(str(node.target)), "zero_point")
     kernel = getattr(node.target, "__module__", "") == "torch._ops.quantized"
@@ -102,11 +102,11 @@ def _computes(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def clamp_explicit(module: fx.GraphModule) -> list[NarrowRange]:
-    """Write the clamp of each activation range that is narrower than its integer type; returns them.
+    """Write a clamp for each activation range that is narrower than its integer type, and return these ranges.
 
-    Of uint8, it is computed in integers behind the quantizer: in front of it, a float Clip would keep ONNX Runtime
-    (1.31) from seeing layer and quantizer side by side, and it would compute the layer in float. OpenVINO (2026.4)
-    makes it part of the layer in either place.
+    For uint8 the clamp is in integers behind the quantizer. In front of it, a float Clip would separate layer and
+    quantizer, and ONNX Runtime (1.31) would compute the layer in float. OpenVINO (2026.4) fuses it with the layer in
+    either place.
     """
     clamps = []
     for node in quantizers(module, "quantize_per_tensor"):

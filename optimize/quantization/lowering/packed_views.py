@@ -1,4 +1,4 @@
-"""Views in torch's packed programs, of what its integer kernels give."""
+"""Rewrites views of integer kernels' results in torch's packed programs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import fx
 
 
 def reshape_views(converted: fx.GraphModule) -> None:
-    """Write views as reshapes, in place: what torch's integer kernels give lies channels last (2.11 to 2.14).
+    """Write views as reshapes, in place. Results of torch's integer kernels have channels last (2.11 to 2.14).
 
-    A view of it as rows, which the network can take of its own tensors, would be refused.
+    The network can view its own tensors as rows. Torch refuses such a view of a channels-last tensor.
     """
     for node in converted.graph.nodes:
         sizes = all(isinstance(size, int | fx.Node | tuple | list) for size in node.args[1:])  # and no type

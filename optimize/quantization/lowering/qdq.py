@@ -66,8 +66,8 @@ def reference_form(prepared: fx.GraphModule, example: torch.Tensor, backend_conf
     """Return the reference decomposed form of a calibrated or QAT-trained FX model, with weights folded to int8.
 
     Args:
-        prepared: the observed or fake-quantized model, in eval mode; it is not changed.
-        example: an input ``(N, C, H, W)``; N becomes dynamic.
+        prepared: the observed or fake-quantized model, in eval mode. It is not changed.
+        example: an input ``(N, C, H, W)``. N becomes dynamic.
         backend_config: the one that the model was prepared with.
     """
     # Private in torch 2.11 to 2.14, and the only form whose Q/DQ survive an export:
@@ -85,7 +85,7 @@ def explicit_form(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
 
     Args:
         module: with ``quantized_decomposed`` operators around float ones. Weights are floats behind their quantizers.
-        example: an input ``(N, C, H, W)``; N becomes dynamic.
+        example: an input ``(N, C, H, W)``. N becomes dynamic.
 
     Returns:
         Its program, with weights folded to int8, and without pairs that change no integer.

@@ -1,8 +1,7 @@
-"""Shares that a softmax gives, kept from wrapping around where a whole is more than 256 steps of their quantizer.
+"""Keeps the shares of a softmax from wrapping around if a share of 1 is more than 256 steps of their quantizer.
 
-ONNX Runtime (1.31) makes of a softmax between integers one operator of them, which does not saturate: a share of more
-steps comes out as what is left beyond 256. SKNet's branches, weighed by such shares, had an SQNR of 1.8 dB against what
-the integers mean.
+ONNX Runtime (1.31) fuses a softmax between integers into one operator that does not saturate. A share beyond 256 steps
+wraps around. SKNet weights its branches with such shares. It had an SQNR of 1.8 dB to the exact result of its integers.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ _SOFTMAX = torch.ops.aten.softmax.int
 
 
 def keep_shares(module: fx.GraphModule) -> int:
-    """Put the maximum with the lowest float in front of a softmax whose shares may lie beyond their range, in place.
+    """Put the maximum with the lowest float in front of a softmax whose shares may exceed their range, in place.
 
     Args:
-        module: a program's, of ``aten`` operators.
+        module: of a program, with ``aten`` operators.
 
     Returns:
-        How many there are.
+        The number of softmaxes changed.
     """
     return keep_floats(module, _beyond)
 
 
 def _beyond(node: fx.Node) -> Collection[fx.Node]:
-    """The integers that a node takes the softmax of, if a share of 1 is more steps than a byte has."""
+    """Return the integers whose softmax a node computes, if a share of 1 needs more steps than a byte has."""
     given: Any = node.args[0] if node.target is _SOFTMAX else None
     of_integers = quantizing(moved(given)) == "dequantize_per_tensor"
     return [given] if of_integers and any(256 * step < 1 for step in _steps(node)) else []
 
 
 def _steps(node: fx.Node) -> Iterator[float]:
-    """The scales of quantizers behind a node."""
+    """Yield the scales of the quantizers behind a node."""
     for reader in node.users:
         if quantizing(reader) == "quantize_per_tensor":
             yield reader.args[1]  # type: ignore[misc]

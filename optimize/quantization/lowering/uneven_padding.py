@@ -1,7 +1,7 @@
-"""Uneven zeros around an image, where a convolution can have them: in an ONNX graph, and in torch's packed program.
+"""Folds uneven zero padding into convolutions, in an ONNX graph and in torch's packed program.
 
-Even ones are a convolution's own padding since it was traced (`optimize.tracing.zero_padding`). What is left are those
-of "same" padding in steps of two, and what stands in a program that was made otherwise.
+Even padding became a convolution's own when the network was traced (`optimize.tracing.zero_padding`). What remains is
+"same" padding with stride two, and padding in programs that were made in another way.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from optimize.tracing.node_values import value_of
 from optimize.tracing.zero_padding import around, of_places
 
 _ATEN = torch.ops.aten
-#: Convolutions of programs, and along how many axes they go.
+#: Convolutions in programs, and their number of axes.
 CONVOLUTIONS: Final[Mapping[Any, int]] = {
     operator.default: axes for axes, operator in ((1, _ATEN.conv1d), (2, _ATEN.conv2d), (3, _ATEN.conv3d))
 }
 _PACKED: Final = (nnq.Conv1d, nnq.Conv2d, nnq.Conv3d)
 _DEFAULTS: Final = ("constant", None)
-_MODE: Final = 2  # the place of the mode among the arguments of `aten.pad`, and of the number among the other's
+_MODE: Final = 2  # position of the mode in `aten.pad`, and of the value in the other operator
 
 
 @dataclass(frozen=True)
 class Padding:
-    """What a convolution's images are padded with, as a call of ``pad``: its operator and what follows the images."""
+    """The padding of a convolution's input as a call of ``pad``: its operator, and the arguments after the input."""
 
     target: Any
     settings: tuple[Any, ...]
 
 
 def take_padding(module: fx.GraphModule) -> dict[fx.Node, Padding]:
-    """Take the zeros away that are quantized in front of a convolution, in place, until `put_padding`.
+    """Remove zero padding that is quantized in front of a convolution, in place, until `put_padding`.
 
-    Zeros are the zero-point behind a quantizer, which is what a quantized convolution pads with. So the images are
-    quantized, and padded behind that: ``pad(x) → quantize → dequantize → convolution`` becomes ``x → quantize →
-    dequantize → pad → convolution``, whose two last nodes torch's exporter (onnxscript 0.7.2, ``FuseConvPad``) writes
-    as one. A quantizer is left out that would be the second by one scale. In between, the graph is what it would be
-    without zeros, and each rewriting of quantized layers sees its layers; only shapes are not those of the graph.
+    Behind a quantizer, zeros are the zero point, with which a quantized convolution pads. So the images are quantized
+    first and padded afterwards. ``pad(x) → quantize → dequantize → convolution`` becomes ``x → quantize → dequantize →
+    pad → convolution``. Torch's exporter (onnxscript 0.7.2, ``FuseConvPad``) writes the last two nodes as one. A
+    quantizer that would repeat the previous one is left out. In between, the graph has no padding, and rewrites of
+    quantized layers find their layers. Only the noted shapes do not match.
 
-    Zeros that something else reads stay, unless the convolution reads integers that there are anyhow. So do those
-    around what was rounded by another scale: of two pairs in a row ONNX Runtime (1.31, ``DoubleQDQPairsRemover``) makes
-    one, and was seen to give other integers.
+    Padding that something else reads stays, unless the convolution reads integers that exist anyway. Padding around
+    values that were rounded with another scale also stays. ONNX Runtime (1.31, ``DoubleQDQPairsRemover``) merges two
+    pairs in a row, and was seen to give other integers.
 
     Args:
-        module: a program's, of ``aten`` operators with explicit quantizers.
+        module: of a program, with ``aten`` operators and explicit quantizers.
 
     Returns:
-        The convolutions, and what each is to be given back.
+        The convolutions, and the padding to give back to each.
     """
     taken = dict[fx.Node, Padding]()
     known = dict[fx.Node, fx.Node]()
@@ -82,7 +82,7 @@ def take_padding(module: fx.GraphModule) -> dict[fx.Node, Padding]:
 
 
 def put_padding(module: fx.GraphModule, taken: Mapping[fx.Node, Padding]) -> None:
-    """Put zeros right in front of the convolutions that `take_padding` took them from, in place.
+    """Put padding right in front of the convolutions from which `take_padding` removed it, in place.
 
     Raises:
         PassError: one of these convolutions is no longer in the graph.
@@ -98,7 +98,7 @@ def put_padding(module: fx.GraphModule, taken: Mapping[fx.Node, Padding]) -> Non
 
 
 def _quantized_zeros(node: fx.Node) -> fx.Node | None:
-    """The zeros around what a quantized convolution reads, if a quantizer stands between; None: there are none."""
+    """Return the padding of a quantized convolution's input if a quantizer follows it, or None."""
     axes = CONVOLUTIONS.get(node.target) if node.op == "call_function" else None
     given: Any = node.args[0] if axes else None
     if axes is None or quantizing(given) != "dequantize_per_tensor":
@@ -111,7 +111,7 @@ def _quantized_zeros(node: fx.Node) -> fx.Node | None:
 
 
 def zeros_in_program(node: fx.Node) -> tuple[int, ...] | None:
-    """As `optimize.tracing.zero_padding.zeros_around`, of a program's operators."""
+    """Return the same as `optimize.tracing.zero_padding.zeros_around`, for a program's operators."""
     if node.target is _ATEN.pad.default:
         given: tuple[Any, ...] = node.args
         mode, value = (*given, *_DEFAULTS[len(given) - _MODE :])[_MODE:]
@@ -125,7 +125,7 @@ def zeros_in_program(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _is_one_pair(quantizer: fx.Node, dequantizer: fx.Node) -> bool:
-    """Whether both have one scale, one zero-point, which is one of the integers, and one type."""
+    """Tell whether both have the same scale, type and zero point, and the zero point is one of the integers."""
     _, _, zero, low, high, *_ = args = quantizer.args
     assert isinstance(zero, int)
     assert isinstance(low, int)
@@ -134,12 +134,12 @@ def _is_one_pair(quantizer: fx.Node, dequantizer: fx.Node) -> bool:
 
 
 def _is_again(images: fx.Node, given: fx.Node) -> bool:
-    """Whether images come from the very integers that they would be quantized to again."""
+    """Tell whether images were dequantized from exactly the integers to which they would be quantized."""
     return quantizing(images) == "dequantize_per_tensor" and images.args[1:6] == given.args[1:6]
 
 
 def _only_layers(pad: fx.Node) -> bool:
-    """Whether all that reads zeros are quantized convolutions."""
+    """Tell whether all readers of padding are quantized convolutions."""
     pairs = [(quantizer, given) for quantizer in pad.users for given in quantizer.users]
     if any(quantizing(quantizer) != "quantize_per_tensor" for quantizer in pad.users):
         return False
@@ -150,7 +150,7 @@ def _only_layers(pad: fx.Node) -> bool:
 
 
 def _requantized(graph: fx.Graph, images: fx.Node, given: fx.Node) -> fx.Node:
-    """Images without zeros, quantized and dequantized as those with them."""
+    """Return images without padding, quantized and dequantized like the padded ones."""
     quantizer: Any = given.args[0]
     with graph.inserting_before(quantizer):
         integers = graph.call_function(quantizer.target, (images, *quantizer.args[1:]), dict(quantizer.kwargs))
@@ -162,14 +162,14 @@ def _requantized(graph: fx.Graph, images: fx.Node, given: fx.Node) -> fx.Node:
 
 
 def pad_integers(converted: fx.GraphModule, example: torch.Tensor) -> int:
-    """Put zeros around integers that torch.ao (2.11 to 2.14) dequantizes for it, and quantizes again, in place.
+    """Pad integers where torch.ao (2.11 to 2.14) dequantizes them to pad and quantizes them again, in place.
 
     Args:
         converted: torch's packed model.
-        example: ``float32 (N, C, H, W)``.
+        example: an input, ``float32 (N, C, H, W)``.
 
     Returns:
-        How often it did.
+        The number of pads changed.
     """
     found = [node for node in converted.graph.nodes if around(converted, node) is not None and _is_dequantized(node)]
     if not found:
@@ -192,25 +192,25 @@ def pad_integers(converted: fx.GraphModule, example: torch.Tensor) -> int:
 
 
 def _is_dequantized(node: fx.Node) -> bool:
-    """Whether a node is given the floats of integers, and all that it gives is quantized."""
+    """Tell whether a node reads dequantized integers, and all its readers quantize."""
     (given,) = node.all_input_nodes
     readers = [reader.target for reader in node.users]
     return given.op == "call_method" and given.target == "dequantize" and {*readers} == {torch.quantize_per_tensor}
 
 
 def embed_padding(converted: fx.GraphModule) -> int:
-    """Let packed convolutions pad alike before and behind where zeros are uneven by one, in place: the same sums.
+    """Let packed convolutions with padding that is uneven by one pad evenly, in place. The sums stay the same.
 
-    Torch's kernels know no other padding. The side that has one zero less gets it, and the kernel a row or column of
-    zeros there. Measured with torch 2.14 on two cores, a pad of its own takes 0.1 to 0.4 ms, more than the wider
-    kernel does (3 x 3 to 4 x 4 in steps of two, 64 to 128 channels of 56 x 56: 0.54 ms and 0.30). Of one that is wider
-    by two that is no longer so (0.64 and 0.79), and the pad stays.
+    Torch's kernels only know even padding. The side with one zero less gets that zero, and the kernel gets a row or
+    column of zeros there. Measured with torch 2.14 on two cores, a separate pad takes 0.1 to 0.4 ms, more than the
+    wider kernel costs (3 x 3 to 4 x 4 with stride two, 64 to 128 channels of 56 x 56: 0.54 ms and 0.30). A kernel that
+    is wider by two no longer gains (0.64 and 0.79), and the pad stays.
 
     Args:
-        converted: torch's packed model; these layers get their weights packed anew.
+        converted: torch's packed model. These layers get their weights packed again.
 
     Returns:
-        How many layers have such kernels now.
+        The number of layers with wider kernels.
     """
     names = Counter(str(node.target) for node in converted.graph.nodes if node.op == "call_module")
     count = 0
@@ -232,7 +232,7 @@ def embed_padding(converted: fx.GraphModule) -> int:
 
 
 def _embed(layer: Any, ends: Sequence[tuple[int, int]]) -> bool:
-    """Give a packed convolution such zeros, and a kernel that is wider where they are uneven; False: it stays."""
+    """Give a packed convolution the padding, and a wider kernel where it is uneven. False: it cannot be done."""
     axes = len(ends)
     own, dilation = layer.padding[-axes:], layer.dilation[-axes:]
     uneven = [behind - before for before, behind in ends]

@@ -1,1 +1,1 @@
-"""What is written otherwise because int8 kernels for CPUs with AMX get it wrong, one file a fault."""
+"""Rewrites for CPUs with AMX, whose int8 kernels get some shapes wrong. One file for each fault."""

@@ -1,8 +1,8 @@
-"""Convolutions of one place in groups whose width OpenVINO gets wrong on CPUs with AMX: they get a border, cut off.
+"""Pads grouped 1 × 1 convolutions whose width OpenVINO gets wrong on CPUs with AMX, and cuts the border off.
 
-OpenVINO (2026.4.1) has a kernel for quantized 1 × 1 convolutions without steps or borders that multiplies 64 channels
-at once, also those of the group behind: in groups of 72, 96 or 120 nothing that is right came out. With a border it
-takes another one, which is right. What lies on the border is a layer's bias, and nobody reads it.
+OpenVINO (2026.4.1) has a kernel for quantized 1 × 1 convolutions without stride or padding. It multiplies 64 channels
+at once, also those of the next group. In groups of 72, 96 or 120 its results were all wrong. With padding it uses
+another kernel, which is right. The border contains a layer's bias, and nobody reads it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _CONVOLUTIONS: dict[Any, Any] = {
     for operator in (_ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d)
     for kind in ("default", "padding")
 }
-_UNTAGGED = {_ATEN.hardswish.default}  # computes each number from itself, and does not say so (torch 2.14)
-_ALONG = 2  # the axis that gets a border: the rows of a map, of which whole ones are cut off
+_UNTAGGED = {_ATEN.hardswish.default}  # elementwise, but not tagged so (torch 2.14)
+_ALONG = 2  # the padded axis: the rows of a map, so that whole rows are cut off
 
 
 def border_groups(module: fx.GraphModule) -> int:
-    """Give such convolutions a border of one row at either end, and cut it off behind, in place.
+    """Pad such convolutions by one row at either end, and cut the border off behind them, in place.
 
-    Behind the quantizer where one reads the layer: between the two it would keep ONNX Runtime from computing the layer
-    in integers.
+    If a quantizer reads the layer, the border is cut off behind it. Between the two, the slice would keep ONNX Runtime
+    from computing the layer in integers.
 
     Args:
-        module: a program's, of ``aten`` operators, whose narrow quantizers have their clamps.
+        module: of a program, with ``aten`` operators, whose narrow quantizers have their clamps.
 
     Returns:
-        How many there are.
+        The number of convolutions changed.
     """
     found = [node for node in module.graph.nodes if _is_misread(node)]
     for node in found:
@@ -54,7 +54,7 @@ def border_groups(module: fx.GraphModule) -> int:
 
 
 def _is_misread(node: fx.Node) -> bool:
-    """Whether a node is a quantized convolution of one place, without steps or borders, in groups of such a width."""
+    """Tell whether a node is a quantized 1 × 1 convolution without stride or padding, in groups of such a width."""
     if node.target not in _CONVOLUTIONS or len(node.args) < 7:
         return False  # the last argument is the groups
     args: Any = node.args
@@ -67,7 +67,7 @@ def _is_misread(node: fx.Node) -> bool:
 
 
 def _end_of_layer(layer: fx.Node) -> fx.Node:
-    """The quantizer that reads a layer, perhaps behind its activation, or that one's clamp; else the layer."""
+    """Return the quantizer behind a layer, or behind its activation, or that quantizer's clamp. Otherwise the layer."""
     node = layer
     while len(node.users) == 1:
         (node,) = node.users

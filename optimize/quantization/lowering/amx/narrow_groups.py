@@ -1,11 +1,12 @@
-"""Convolutions in narrow groups, which torch and OpenVINO get wrong on CPUs with AMX: groups are put together.
+"""Joins narrow groups of convolutions that torch and OpenVINO get wrong on CPUs with AMX.
 
 oneDNN (in torch 2.14 and OpenVINO 2026.4.1) has int8 kernels for AMX that read fewer than 32 channels of a map row by
-row. In groups of so few, with kernels of more than one place and more than 16 answers each (but for 32), they take off
-what an integer for zero that is not 0 has added from the first group's sums, and from the others' something else: the
-first group is right, and nothing of the others, for maps, batches and threads of some numbers (CPUBone's groups of 24
-channels and 96 answers). With the groups put together that stand side by side, until they are wide enough, and zeros
-for weights between them, the sums are the same integers. Behind a ReLU zero is 0, and groups are left as they are.
+row. They are wrong for groups of so few channels, kernels of more than one place, and more than 16 outputs in each
+group (except 32). They must subtract the share of a zero point that is not 0. They do so for the first group's sums,
+and subtract something else from the others. The first group is right and no other, for some sizes of maps and batches
+and some numbers of threads (CPUBone's groups of 24 channels and 96 outputs). Here neighbouring groups are joined until
+they are wide enough, with zero weights between them. The sums are the same integers. Behind a ReLU the zero point is 0,
+and groups stay as they are.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from optimize.quantization.lowering.integer_biases import WEIGHTED, packed_layer
 from optimize.quantization.lowering.narrow_ranges import quantized_parameters
 from optimize.tracing.constants import attribute
 
-#: Groups that are one at most, in a graph.
+#: Largest number of joined groups in a graph.
 _MOST = 4
-#: Of a convolution in groups, and of no other layer.
+#: Number of arguments of a grouped convolution, and of no other layer.
 _ARGUMENTS = 7
 
 
 def put_groups_together(converted: fx.GraphModule, example: torch.Tensor) -> int:
-    """Put groups of convolutions together where kernels need it, in place; returns of how many convolutions.
+    """Join groups of convolutions where kernels need it, in place, and return the number of convolutions changed.
 
     Args:
-        converted: torch's packed model; these layers get their weights packed anew.
-        example: ``float32 (N, C, H, W)``.
+        converted: torch's packed model. These layers get their weights packed again.
+        example: an input, ``float32 (N, C, H, W)``.
     """
     narrow: list[tuple[Any, str, Any, int, int]] = []
     for owner, name, packed in packed_layers(converted):
@@ -61,9 +62,9 @@ def put_groups_together(converted: fx.GraphModule, example: torch.Tensor) -> int
 
 
 def put_explicit_groups_together(module: fx.GraphModule) -> int:
-    """As `put_groups_together`, of a program of ``aten`` operators with explicit quantizers that becomes a graph.
+    """Do the same as `put_groups_together` in a program of ``aten`` operators with explicit quantizers.
 
-    Its file is to be a quarter of the float one: where more than `_MOST` groups would be one, they are left.
+    Its file must be a quarter of the float one. Groups stay as they are if more than `_MOST` would have to be joined.
     """
     count = 0
     for node in list(module.graph.nodes):
@@ -89,7 +90,7 @@ def put_explicit_groups_together(module: fx.GraphModule) -> int:
 
 
 def _beside_zero(converted: fx.GraphModule, example: torch.Tensor) -> set[tuple[int, str]]:
-    """Which packed layers are given integers of which one that is not 0 stands for zero: whose, and its name."""
+    """Return the owner and name of each packed layer whose input has a zero point other than 0."""
     parameters, found = quantized_parameters(converted, example), set[tuple[int, str]]()
     for node in converted.graph.nodes:
         given = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
@@ -104,7 +105,7 @@ def _beside_zero(converted: fx.GraphModule, example: torch.Tensor) -> set[tuple[
 
 
 def _groups(owner: Any, packed: Any) -> int:
-    """Of a packed convolution; 1 of other layers."""
+    """Return the groups of a packed convolution, and 1 for other layers."""
     if isinstance(packed, torch.ScriptObject):
         kind = packed_kind(packed)
         groups: int = 1 if kind == "linear" else getattr(torch.ops.quantized, f"{kind}_groups")(packed)
@@ -113,10 +114,10 @@ def _groups(owner: Any, packed: Any) -> int:
 
 
 def _together(weight: torch.Tensor, groups: int) -> int:
-    """How many groups are put together to one: the fewest with which all are wide enough, or all of them.
+    """Return the number of groups to join: the fewest that make all wide enough, or all groups.
 
     Args:
-        weight: ``(answers, channels of a group, *kernel)``.
+        weight: ``(outputs, channels of a group, *kernel)``.
         groups: of the convolution.
     """
     answers, channels = len(weight) // groups, weight.shape[1]
@@ -127,7 +128,7 @@ def _together(weight: torch.Tensor, groups: int) -> int:
 
 
 def _between_zeros(integers: torch.Tensor, groups: int, together: int) -> torch.Tensor:
-    """The weight of so many groups put together: each answer has its own channels among those of others."""
+    """Return the weight of joined groups. Each output has its own channels, and zeros for those of the others."""
     answers, channels = len(integers) // groups, integers.shape[1]
     wide = integers.new_zeros(len(integers), together * channels, *integers.shape[2:])
     for group in range(groups):

@@ -1,1 +1,1 @@
-"""What is written otherwise because OpenVINO gets it wrong, one file a fault, with the version that it was seen in."""
+"""Rewrites for faults of OpenVINO. One file for each fault, with the version in which it was seen."""

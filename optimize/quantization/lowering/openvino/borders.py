@@ -1,13 +1,13 @@
-"""Borders of a constant along one axis: written in float where OpenVINO would write them in integers, and wrongly.
+"""Keeps constant padding along one axis in float where OpenVINO would compute it in integers, and wrongly.
 
-OpenVINO (2026.4.1) moves a dequantizer behind a Pad. Where that has borders along one axis alone, zeros for channels
-that a shortcut lacks or a token before the first, and the integers have a zero-point or the constant is not 0, it fills
-them with something else, and what is behind them may be off by half of what it is. Along two axes, as around a map, it
-is right.
+OpenVINO (2026.4.1) moves a dequantizer behind a Pad. It fills the padding wrongly if it is along one axis only and the
+integers have a zero point or the constant is not 0. Examples are zeros for channels that a shortcut lacks, and a token
+before the first. Results behind it may be off by half of their value. Padding along two axes, as around a map, is
+right.
 
-An average that counts the zeros around a map counts the integer 0 there, where that is another number: the borders of
-MaxViT's shortcuts, which no ReLU ends, were up to 62 steps off. And one that is written as an average times a share
-(see `optimize.export.onnx_graph.pool_rewrites`) is rounded before that.
+An average that counts padding zeros counts the integer 0 there, though it stands for another number. MaxViT's
+shortcuts, which end without a ReLU, were up to 62 steps off at their borders. An average that is written as a plain
+average times a factor (see `optimize.export.onnx_graph.pool_rewrites`) would be rounded before the factor.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from optimize.quantization.lowering.float_barrier import keep_floats
 
 _PADS = (torch.ops.aten.pad.default, torch.ops.aten.constant_pad_nd.default)
 _AVERAGES = tuple(getattr(torch.ops.aten, f"avg_pool{axes}d").default for axes in (1, 2, 3))
-_MODE = 2  # the mode among the arguments of `aten.pad`, and behind it the number; of the other the number alone
+_MODE = 2  # position of the mode in `aten.pad`, followed by the value. The other operator only has the value
 
 
 def keep_borders(module: fx.GraphModule) -> int:
-    """Put the maximum with the lowest float in front of what gets such a border, in place.
+    """Put the maximum with the lowest float in front of such padding, in place.
 
     Args:
-        module: a program's, of ``aten`` operators.
+        module: of a program, with ``aten`` operators.
 
     Returns:
-        How many there are.
+        The number of nodes changed.
     """
     return keep_floats(module, _bordered)
 
 
 def _bordered(node: fx.Node) -> Collection[fx.Node]:
-    """What a node puts a constant around, along one axis, where that is not 0 around integers that have 0 for 0."""
+    """Return a node's input if it is padded along one axis with another value than the integer 0."""
     if node.target in _AVERAGES:
         return _averaged(node)
     if node.target not in _PADS or {"reflect", "replicate", "circular"} & {*node.args[_MODE:]}:
@@ -53,7 +53,7 @@ def _bordered(node: fx.Node) -> Collection[fx.Node]:
 
 
 def _averaged(node: fx.Node) -> Collection[fx.Node]:
-    """What an average takes, where that comes from integers, and zeros count that are not theirs, or it is shared."""
+    """Return an average's input if it comes from integers, and the average counts other zeros or has a factor."""
     images, _, _, padding, ceil, counted, divisor = settings_of(node)
     before = moved(images)
     zeros = counted and any(padding)
@@ -63,12 +63,12 @@ def _averaged(node: fx.Node) -> Collection[fx.Node]:
 
 
 def _is_shifted(node: Any) -> bool:
-    """Whether a node gives the floats of integers that do not have 0 for 0."""
+    """Tell whether a node dequantizes integers with a zero point other than 0."""
     return quantizing(node) == "dequantize_per_tensor" and bool(node.args[2] != 0)
 
 
 def _may_be_shifted(node: fx.Node) -> bool:
-    """Whether a tensor is not known to come from integers that have 0 for 0."""
+    """Tell whether a tensor may come from integers with a zero point other than 0."""
     while quantizing(node) != "dequantize_per_tensor":
         if len(node.all_input_nodes) != 1:
             return True

@@ -1,15 +1,14 @@
-"""What is put together of integers, read so that OpenVINO can open the graph.
+"""Rewrites reads of integer concatenations so that OpenVINO can open the graph.
 
-A ReLU, or what computes with a constant, reads a concatenation in integers before it is quantized again.
+A concatenation has one range, and its quantizer returns the same integers. Readers of floats lose nothing without it.
+OpenVINO (2026.4.1) fuses a ReLU behind it, or a product or a sum with a constant, into the quantizers. It then moves
+the next quantizer in front of the concatenation (``MoveFakeQuantize``), and ends the process by SIGSEGV. A network with
+``torch.cat([a, b], 1).relu()`` or ``* 0.5`` between its layers could not be opened. So a ReLU or arithmetic with a
+constant reads the concatenation without the quantizer.
 
-All that is put together has the range of the whole, and its quantizer gives the very integers that it is given: who
-reads floats loses nothing without it. OpenVINO (2026.4.1) makes a ReLU behind it, a product or a sum with a constant, a
-part of the quantizers, moves the next one in front of the concatenation (``MoveFakeQuantize``), and ends the process by
-SIGSEGV: a network with ``torch.cat([a, b], 1).relu()`` or ``* 0.5`` between its layers could not be opened.
-
-The same step fails where a linear layer reads what is put together along another axis than its own, as the tokens of a
-cross-attention are: it divides the layer's weight by a scale for each token. ``pixel_shuffle`` of channels, and a
-convolution of tokens behind a move, fail likewise. There the quantizer is parted from the concatenation.
+The same step fails if a linear layer reads a concatenation along another axis than its own, as with the tokens of a
+cross-attention. It divides the layer's weight by a scale for each token. A ``pixel_shuffle`` of channels, and a
+convolution of tokens that were moved, fail likewise. There the quantizer is separated from the concatenation.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _RELU = _ATEN.relu.default
 _MERGED = {_RELU} | {
     getattr(getattr(_ATEN, name), kind) for name in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")
 }
-#: What puts together: `roll` becomes a concatenation of slices.
+#: Concatenations. A `roll` becomes a concatenation of slices.
 _JOINS = (_ATEN.cat.default, _ATEN.roll.default)
 _CONVOLUTIONS = tuple(getattr(_ATEN, f"conv{axes}d").default for axes in (1, 2, 3))
 _PASSED = MOVES | {_ATEN.neg.default, *_JOINS}
@@ -36,13 +35,13 @@ _TOKENS = 3  # axes of images, tokens and channels
 
 
 def read_joined(module: fx.GraphModule) -> int:
-    """Let ReLUs and arithmetic with constants read concatenations without the quantizer behind them, in place.
+    """Let ReLUs and arithmetic with constants read concatenations without the quantizer between them, in place.
 
     Args:
-        module: a program's, of ``aten`` operators.
+        module: of a program, with ``aten`` operators.
 
     Returns:
-        How many operators read another node.
+        The number of operators that read another node.
     """
     found = 0
     in_range = [(node, range_) for node in module.graph.nodes if (range_ := _range_of_parts(node)) is not None]
@@ -52,7 +51,7 @@ def read_joined(module: fx.GraphModule) -> int:
                 for reader in [user for user in dequantizer.users if _is_merged(user)]:
                     reader.replace_input_with(dequantizer, given)
                     found += 1
-                    if reader.target is _RELU:  # of integers of a range it gives such integers
+                    if reader.target is _RELU:  # with integers of one range as input, its output has the same range
                         in_range.append((reader, range_))
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -60,19 +59,19 @@ def read_joined(module: fx.GraphModule) -> int:
 
 
 def part_joined(module: fx.GraphModule) -> int:
-    """Put the maximum with the lowest float between a concatenation and its quantizer, where need be, in place.
+    """Put the maximum with the lowest float between a concatenation and its quantizer where needed, in place.
 
     Args:
-        module: a program's, of ``aten`` operators, with the shapes that it notes.
+        module: of a program, with ``aten`` operators and noted shapes.
 
     Returns:
-        How many concatenations.
+        The number of concatenations changed.
     """
     return keep_floats(module, lambda node: [*node.args[:1]] if _is_misread(node) else [])  # type: ignore[list-item]
 
 
 def _is_misread(quantizer: fx.Node) -> bool:
-    """Whether it quantizes what is put together of integers for one who then gets them wrongly."""
+    """Tell whether a node quantizes a concatenation of integers for a reader that then fails."""
     joined: Any = quantizer.args[0] if quantizing(quantizer) == "quantize_per_tensor" else None
     if joined is None or joined.target not in _JOINS:
         return False
@@ -94,7 +93,7 @@ def _is_misread(quantizer: fx.Node) -> bool:
 
 
 def _range_of_parts(node: fx.Node) -> tuple[Any, ...] | None:
-    """The range of all that is put together; None: it has several, or nothing is."""
+    """Return the common range of all concatenated parts, or None."""
     if node.target is not _ATEN.cat.default:
         return None
     parts: Any = node.args[0]
@@ -103,7 +102,7 @@ def _range_of_parts(node: fx.Node) -> tuple[Any, ...] | None:
 
 
 def _range(node: Any, kind: str) -> tuple[Any, ...] | None:
-    """Scale, zero-point, ends and type of a quantizer or dequantizer of one scale; None: it is no such one."""
+    """Return scale, zero point, bounds and type of a per-tensor quantizer or dequantizer, or None for other nodes."""
     return (*node.args[1:],) if quantizing(node) == kind else None
 
 

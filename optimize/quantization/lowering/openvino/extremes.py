@@ -1,8 +1,8 @@
-"""Maxima and minima over axes: kept from the quantizer behind them, which OpenVINO would make a part of them.
+"""Separates maxima and minima over axes from the quantizer behind them, which OpenVINO would fuse wrongly.
 
-OpenVINO (2026.4.1) lets a ReduceMax or ReduceMin of floats write the bytes of the quantizer behind it, where a layer
-reads those, and gets them wrong: of a maximum over a map behind a ReLU, or over channels as in CBAM, 12 dB are left.
-Maxima of what is dequantized, as behind a convolution alone, are right.
+OpenVINO (2026.4.1) lets a ReduceMax or ReduceMin of floats write the bytes of the quantizer behind it if a layer reads
+them. It gets them wrong. A maximum over a map behind a ReLU, or over channels as in CBAM, keeps 12 dB. Maxima of
+dequantized values, as right behind a convolution, are right.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def keep_extremes(module: fx.GraphModule) -> int:
     """Put the maximum with the lowest float behind maxima and minima over axes, in place.
 
     Args:
-        module: a program's, of ``aten`` operators.
+        module: of a program, with ``aten`` operators.
 
     Returns:
-        How many operators read one.
+        The number of readers changed.
     """
     return keep_floats(module, _extremes)
 
@@ -40,7 +40,7 @@ def _extremes(reader: fx.Node) -> Collection[fx.Node]:
 
 
 def _is_extreme(node: fx.Node) -> bool:
-    """Whether a node gives the largest or smallest of numbers, or of their magnitudes; where that is, is whole."""
+    """Tell whether a node gives the largest or smallest value or magnitude. An index does not count."""
     given: Any = node.args
     of_several = node.target is operator.getitem and given[0].target in _OF_SEVERAL
     of_magnitudes = node.target in _NORMS and len(given) > 1 and math.isinf(given[1])

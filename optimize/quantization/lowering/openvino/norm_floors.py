@@ -1,16 +1,16 @@
-"""Floors under norms that something is divided by: above what an engine's rounding leaves of a zero.
+"""Raises the lower bound of norms that something is divided by, above the rounding residue of a zero.
 
-``functional.normalize`` divides by ``max(norm, 1e-12)``, so that a vector of zeros stays one. Of integers it is exactly
-that where they are dequantized as ``(q − zero point) × scale``. OpenVINO (2026.4.1), where a quantizer and its
-dequantizer become one FakeQuantize, computes ``q × ((high − low) / 255) + low`` of its range's ends, in float32: of a
-zero it gives what rounding these leaves, some 100,000ths of a step, and 1e-12 lets a vector of them grow to length 1,
-in a direction that is nobody's. So did the keys of Swin's second version where a window reaches beyond the image: those
-of padded tokens are zeros.
+``functional.normalize`` divides by ``max(norm, 1e-12)``, so that a vector of zeros stays zero. Integers that are
+dequantized as ``(q − zero point) × scale`` give exact zeros. OpenVINO (2026.4.1) fuses a quantizer and its dequantizer
+into one FakeQuantize. It computes ``q × ((high − low) / 255) + low`` from the range's ends in float32. A zero then
+leaves a residue of some 100,000ths of a step. With 1e-12 as bound, a vector of residues grows to length 1, in an
+arbitrary direction. This happened to the keys of Swin's second version where a window reaches beyond the image: the
+keys of padded tokens are zeros.
 
-The norm of integers' values is 0 or a step at least (no entry but zero is smaller). Where these values are what is
-divided, a floor of half a step therefore gives every quotient that a smaller one gave (of a norm of 0 they are zeros),
-and no residue reaches it. What is made of a norm otherwise, its logarithm or a quotient of another tensor, has the
-floor that it was given.
+The norm of dequantized integers is 0 or at least one step, because every other entry is at least a step. If these
+integers are also the dividend, a bound of half a step gives the same quotients as a smaller one. With a norm of 0 they
+are zeros. No residue reaches that bound. Other uses of a norm, such as its logarithm or the quotient of another tensor,
+keep their bound.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from optimize.quantization.graph.explicit_quantizers import MOVES, moved, quanti
 
 _ATEN = torch.ops.aten
 _CLAMPS = (_ATEN.clamp_min.default, _ATEN.clamp.default)
-#: What gives each number of a tensor, at one place or at several.
+#: Operators that return each value of a tensor, at one place or at several.
 _COPIES = (*MOVES, _ATEN.expand.default, _ATEN.expand_as.default, _ATEN.broadcast_to.default)
 _QUOTIENTS = (_ATEN.div.Tensor, _ATEN.div_.Tensor)
 
 
 def raise_floors(module: fx.GraphModule) -> int:
-    """Raise what keeps a norm that its dequantized integers are divided by from zero to half a step, in place.
+    """Raise the lower bound of a norm by which its own dequantized integers are divided to half a step, in place.
 
-    One that is half a step or more stays, as does one of a norm that anything else reads.
+    A bound of half a step or more stays. So does one whose norm has other readers.
 
     Args:
         module: with explicit quantizers (see `optimize.quantization.graph.explicit_quantizers`).
 
     Returns:
-        How many were raised.
+        The number of bounds raised.
     """
     raised = 0
     for node in module.graph.nodes:
@@ -55,18 +55,18 @@ def raise_floors(module: fx.GraphModule) -> int:
 
 
 def _only_below(clamp: fx.Node) -> bool:
-    """Whether it has a number as its lower end, and no upper one."""
+    """Tell whether a clamp has a number as its lower bound, and no upper bound."""
     lower, *upper = clamp.args[1:]
     return isinstance(lower, int | float) and not any(end is not None for end in (*upper, clamp.kwargs.get("max")))
 
 
 def _normed(norm: Any) -> fx.Node | None:
-    """The dequantized integers that a node is a norm of; None where it is none, or of anything else."""
+    """Return the dequantized integers of which a node is the norm, or None."""
     if not isinstance(norm, fx.Node) or norm.target is not _ATEN.linalg_vector_norm.default:
         return None
     order = norm.args[1] if len(norm.args) > 1 else 2
     given = moved(norm.args[0])
-    # Of an order above 0 it is as large as its largest entry.
+    # A norm of an order above 0 is at least as large as its largest entry.
     if not isinstance(order, int | float) or order <= 0 or quantizing(given) != "dequantize_per_tensor":
         return None
     assert isinstance(given, fx.Node)
@@ -74,7 +74,7 @@ def _normed(norm: Any) -> fx.Node | None:
 
 
 def _only_divides(floored: fx.Node, given: fx.Node) -> bool:
-    """Whether all who read a node divide by it what some integers are dequantized to."""
+    """Tell whether all readers of a node divide the given dequantized integers by it."""
     waiting = [floored]
     while waiting:
         node = waiting.pop()
@@ -87,5 +87,5 @@ def _only_divides(floored: fx.Node, given: fx.Node) -> bool:
 
 
 def _are_alike(node: Any, given: fx.Node) -> bool:
-    """Whether a node dequantizes the integers that another does: each reader may have a dequantizer of its own."""
+    """Tell whether two nodes dequantize the same integers. Each reader may have its own dequantizer."""
     return isinstance(node, fx.Node) and (node.target, node.args) == (given.target, given.args)

@@ -1,13 +1,13 @@
-"""Sums and means over axes: kept in float where OpenVINO would compute them from integers, and wrongly.
+"""Keeps sums and means over axes in float where OpenVINO would compute them from integers, and wrongly.
 
 OpenVINO (2026.4.1, measured on a CPU with AVX-512 VNNI and without AMX) moves a dequantizer behind a ReduceSum or
-ReduceMean and reduces the integers. Of 16 values along the second of three axes nothing that is right comes out (the
-error is as large as the sums), and a sum of integers with a zero-point that is quantized again is off by 6 to 110 times
-the largest sum, over whichever axes. An einsum sums so what has an axis that nothing else has. Means over a map, axes 2
-and 3 of four, are right; over the two last of three they are not.
+ReduceMean and reduces the integers. Over 16 values along the second of three axes, all results are wrong (the error is
+as large as the sums). A sum of integers with a zero point that is quantized again is off by 6 to 110 times the largest
+sum, over any axes. An einsum computes such a sum for an axis that nothing else has. Means over a map, axes 2 and 3 of
+four, are right. Means over the last two of three axes are not.
 
-A norm, which does not ask how large its numbers are, is computed from the integers, too: what it adds to their variance
-is then less by the square of the scale. Where numbers differ by few and small steps that is much.
+A norm is also computed from the integers, because the scale of its input cancels. The epsilon that it adds to their
+variance then counts less, by the square of the scale. That matters where values differ by few and small steps.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from optimize.quantization.lowering.float_barrier import keep_floats
 _ATEN = torch.ops.aten
 _SUMS = (_ATEN.sum.dim_IntList, _ATEN.sum.default)
 _MEANS = (_ATEN.mean.dim, _ATEN.mean.default)
-# Which argument of a norm is what it adds to a variance, and what that is by default.
+# Position of a norm's epsilon among its arguments, and the default epsilon.
 _EPSILONS: dict[Any, int] = {_ATEN.layer_norm.default: 4, _ATEN.group_norm.default: 4, _ATEN.instance_norm.default: 7}
 _EPSILON = 1e-5
 
 
 def keep_reductions(module: fx.GraphModule) -> int:
-    """Put the maximum with the lowest float in front of what is summed, or meant over anything but a map, in place.
+    """Put the maximum with the lowest float in front of sums, and of means over other axes than a map's, in place.
 
-    A variance is such a mean; a norm is one where what it adds counts.
+    A variance is such a mean. A norm is one if its epsilon matters.
 
     Args:
-        module: a program's, of ``aten`` operators.
+        module: of a program, with ``aten`` operators.
 
     Returns:
-        How many there are.
+        The number of nodes changed.
     """
     return keep_floats(module, _reduced)
 
 
 def _reduced(node: fx.Node) -> Collection[fx.Node]:
-    """What a node sums, means over anything but a map, or norms."""
+    """Return the inputs that a node sums, averages over other axes than a map's, or normalises."""
     given: Any = node.args
     if (place := _EPSILONS.get(node.target)) is not None:
         before, epsilon = moved(given[0]), given[place] if len(given) > place else _EPSILON
@@ -60,7 +60,7 @@ def _reduced(node: fx.Node) -> Collection[fx.Node]:
 
 
 def _of_a_map(node: fx.Node) -> bool:
-    """Whether it is a mean over the rows and columns of a map."""
+    """Tell whether a node is a mean over the rows and columns of a map."""
     if node.target is not _ATEN.mean.dim:
         return False
     given: Any = node.args[0]

@@ -1,8 +1,8 @@
-"""Residual sums, kept from the convolutions that OpenVINO would make them a part of: their addends are rounded.
+"""Keeps residual sums apart from convolutions, with which OpenVINO would fuse them, so that addends are rounded.
 
-OpenVINO (2026.4.1) adds a shortcut to what a convolution gives before that is rounded to its quantizer's integers. That
-is nearer to the float network and faster, and not what the graph says. Behind the larger of an addend and the lowest
-float, which is the addend, it rounds as the graph says, in a kernel of its own.
+OpenVINO (2026.4.1) adds a shortcut to a convolution's result before that is rounded to its quantizer's integers. That
+is nearer to the float network and faster, but it is not what the graph says. The maximum of an addend and the lowest
+float is the addend itself. Behind it OpenVINO rounds as the graph says, in a separate kernel.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _SUMS = (_ATEN.add.Tensor, _ATEN.add_.Tensor)
 
 
 def keep_sums(module: fx.GraphModule) -> int:
-    """Put the maximum with the lowest float between sums and the addends that nothing else reads, in place.
+    """Put the maximum with the lowest float between sums and addends that nothing else reads, in place.
 
     Args:
-        module: a program's, of ``aten`` operators.
+        module: of a program, with ``aten`` operators.
 
     Returns:
-        How many sums there are.
+        The number of sums changed.
     """
     return keep_floats(module, _rounded)
 
 
 def _rounded(node: fx.Node) -> Collection[fx.Node]:
-    """Those of a sum's addends that are dequantized for it alone."""
+    """Return the addends of a sum that are dequantized for it alone."""
     given: Any = node.all_input_nodes if node.target in _SUMS else []
     return [addend for addend in given if quantizing(addend) == "dequantize_per_tensor" and len(addend.users) == 1]

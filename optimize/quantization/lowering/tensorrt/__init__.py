@@ -1,1 +1,1 @@
-"""What is written otherwise because TensorRT does not take it between quantizers, one file an operator."""
+"""Rewrites of operators that TensorRT does not support between quantizers. One file for each operator."""

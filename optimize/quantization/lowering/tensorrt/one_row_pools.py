@@ -1,4 +1,4 @@
-"""Pools along one axis: for TensorRT as pools of maps of one row."""
+"""Rewrites pools along one axis as pools of maps with one row, for TensorRT."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _POOLS: dict[Any, Any] = {
     _ATEN.avg_pool1d.default: _ATEN.avg_pool2d.default,
     _ATEN.max_pool1d.default: _ATEN.max_pool2d.default,
 }
-#: What each setting by place, behind the input, is along the axis that a line does not have; those behind are flags.
+#: The value of each setting along the new axis, by position behind the input. Later arguments are flags.
 _KERNEL, _STRIDE, _PADDING, _DILATION = 1, 1, 0, 1
 _ROW = -2
 
@@ -20,13 +20,13 @@ _ROW = -2
 def write_out_lines(module: fx.GraphModule) -> int:
     """Write pools along one axis (``nn.AvgPool1d``, ``nn.MaxPool1d``) as pools of maps, in place.
 
-    TensorRT (10 and 11) pools along two or three axes.
+    TensorRT (10 and 11) pools along two or three axes only.
 
     Args:
-        module: a program's, of ``aten`` operators.
+        module: of a program, with ``aten`` operators.
 
     Returns:
-        How many there were.
+        The number of pools written.
     """
     found = [node for node in module.graph.nodes if node.target in _POOLS]
     for node in found:
@@ -44,5 +44,5 @@ def write_out_lines(module: fx.GraphModule) -> int:
 
 
 def _beside(row: int, setting: list[int]) -> list[int]:
-    """A setting along both axes; an empty one, a stride, stays: it is the kernel's."""
+    """Return a setting for both axes. An empty stride stays empty, as it is the kernel's size."""
     return [row, *setting] if setting else setting

@@ -1,4 +1,4 @@
-"""Maps that are put together of overlapping patches: for TensorRT as the convolution that this is."""
+"""Rewrites maps that are summed from overlapping patches as transposed convolutions, for TensorRT."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ATEN = torch.ops.aten
 def write_out_folds(module: fx.GraphModule) -> int:
     """Write sums of overlapping patches (``torch.nn.functional.fold``) as transposed convolutions, in place.
 
-    TensorRT's parser (10 and 11) has no Col2Im, which the exporter makes of them. Each channel's patches are the
-    channels of one group, and each weight is a 1 where its number lies in a patch: the same sums.
+    The exporter writes them as Col2Im, which TensorRT's parser (10 and 11) does not have. The patches of each channel
+    are the channels of one group. Each weight is a 1 at the value's position in a patch. The sums are the same.
 
     Args:
-        module: a program's, of ``aten`` operators, for maps of one size.
+        module: of a program, with ``aten`` operators, for maps of one size.
 
     Returns:
-        How many there were.
+        The number of sums written.
     """
     found = [node for node in module.graph.nodes if node.target is _ATEN.col2im.default]
     for number, node in enumerate(found):
