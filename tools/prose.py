@@ -64,7 +64,7 @@ HELD_FOLDERS = (
     *(f"serve/{room}" for room in ("archive", "common", "export", "load", "packing", "runs", "torchserve", "tune")),
     *("optimize/tracing", "optimize/export", "optimize/export/onnx_graph", "optimize/passes"),
     *(f"optimize/quantization/{folder}" for folder in ("graph", "lowering", "placement", "rewrites")),
-    *("optimize/certify", "optimize/lint", "optimize/pruning", "optimize/quantization"),
+    *("optimize/certify", "optimize/lint", "optimize/precision", "optimize/pruning", "optimize/quantization"),
 )
 
 _LIST_ITEM = re.compile(r"(?:[-*+]|\d+[.)])\s+")

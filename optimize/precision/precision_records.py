@@ -1,4 +1,4 @@
-"""What was found layer by layer, as it is stored and shown. Records only: nothing is measured or worded here.
+"""Results layer by layer, as they are stored and shown. Records only: nothing is measured or worded here.
 
 Accuracies and their differences are fractions, latencies milliseconds at batch 1.
 """
@@ -17,11 +17,11 @@ SCHEMA = 1
 
 
 class Figure(Record):
-    """What a trial answers and how fast it is, by one execution.
+    """Accuracy and speed of a trial in one execution.
 
-    ``difference`` is of top-1, to the float graph by the same execution on the same images; ``sqnr_db`` of the logits,
-    to that graph's (None where they are equal). ``won_ms`` is how much less time an image takes than before the
-    quantization in question, of turns that were taken together.
+    ``difference`` is the difference of top-1 to the float graph, by the same execution on the same images. ``sqnr_db``
+    compares the logits with that graph's (None: they are equal). ``won_ms`` is how much less time an image takes than
+    before the quantization in question, measured in common turns.
     """
 
     top1: float
@@ -32,10 +32,11 @@ class Figure(Record):
 
 
 class Layer(Record):
-    """One layer of ``weights`` numbers: quantized ``alone``, and quantized beside all others, told by ``all_but`` it.
+    """One layer with ``weights`` numbers: quantized ``alone``, and in float with all others quantized (``all_but``).
 
-    ``alone`` is against the float graph. Of ``all_but`` the difference and the SQNR are to the float graph too; what it
-    wins is how much less time the whole takes with this layer quantized as well. A skip says why there is no figure.
+    Differences and SQNR are to the float graph in both cases. The gain of ``alone`` is against the float graph. The
+    gain of ``all_but`` is how much less time the whole takes with this layer quantized as well. A skip says why there
+    is no figure.
     """
 
     name: str
@@ -45,10 +46,10 @@ class Layer(Record):
 
 
 class Sensitivity(Record):
-    """How much each layer of a network costs and wins in int8, on ``images`` evaluation images.
+    """How much each layer of a network costs and gains in int8, on ``images`` evaluation images.
 
-    ``whole`` is with every layer quantized; ``execution`` runs them all, called ``runs_on``; ``config`` are the
-    settings of the quantization, ``device`` and ``machine`` what it was measured on.
+    ``whole`` has every layer quantized. ``execution`` runs them all, and is called ``runs_on``. ``config`` has the
+    settings of the quantization. ``timing`` and ``cpu`` describe the measurement.
     """
 
     schema_version: int = SCHEMA
@@ -81,7 +82,7 @@ class Sensitivity(Record):
 
 
 def _costs(figure: Figure | Skip) -> str:
-    """What a quantization costs in points of top-1, and wins in milliseconds."""
+    """Return the cost of a quantization in points of top-1, and its gain in milliseconds."""
     if isinstance(figure, Skip):
         return str(figure)
     return f"{points(figure.difference.delta)} points, {number(figure.won_ms, 'ms')} won"
@@ -90,9 +91,9 @@ def _costs(figure: Figure | Skip) -> str:
 class Trial(Record):
     """One choice of precisions: ``bits`` of the layers that are not int8, by name.
 
-    ``delta`` is the difference of top-1 to the baseline on the images that choose, None where it was not made;
-    ``holds`` whether that is within the budget. ``speedup`` is to the float graph by the same execution; what loses too
-    much is not timed. ``skip`` says why it was not made, or of one that holds why it could not be timed.
+    ``delta`` is the difference of top-1 to the baseline on the images that choose. None: the trial failed. ``holds``
+    tells whether it is within the budget. ``speedup`` is relative to the float graph by the same execution. A trial
+    that loses too much is not timed. ``skip`` says why a trial failed, or why one that holds could not be timed.
     """
 
     number: int
@@ -105,7 +106,7 @@ class Trial(Record):
 
 
 class Budget(Record):
-    """What was asked for: the largest loss of top-1 (a fraction), the longest latency (ms), the precisions."""
+    """The request: the largest loss of top-1 (a fraction), the longest latency (ms), the precisions."""
 
     max_drop: float
     max_latency_ms: float | None
@@ -113,17 +114,17 @@ class Budget(Record):
 
 
 class Found(Record):
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         title: the model and its data.
-        budget: what was asked for.
+        budget: the request.
         method: how it was searched.
-        layers: how many can be quantized.
-        chose: images that it was chosen by.
-        trials: every choice of precisions that was measured, in order.
-        pair: the chosen pair, None where nothing keeps the budget; ``execution`` is what runs it.
-        bits: of every layer, as chosen.
+        layers: number of layers that can be quantized.
+        chose: number of images that chose.
+        trials: every measured choice of precisions, in order.
+        pair: the chosen pair. None: nothing keeps the budget. ``execution`` runs it.
+        bits: the chosen precision of every layer.
         p50: its latency.
         judged: its accuracy on the images that had no part in the choice.
         fastest_float: the fastest float execution, a pair or a reference, and its latency.

@@ -1,4 +1,4 @@
-"""What was found layer by layer, as tables for the terminal and in Markdown."""
+"""Tables of the results layer by layer, for the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMED = 4
 
 
 def sensitivity_rows(found: Sensitivity) -> list[tuple[str, ...]]:
-    """A line for each layer, and the first for all together."""
+    """Return a line for each layer, after one for all layers together."""
     whole = (f"all {len(found.layers)} layers", f"{sum(layer.weights for layer in found.layers):,}")
     rows = [(*whole, *_cells(found.whole), *[""] * 4)]
     rows += [(layer.name, f"{layer.weights:,}", *_cells(layer.alone), *_cells(layer.all_but)) for layer in found.layers]
@@ -38,7 +38,7 @@ def sensitivity_rows(found: Sensitivity) -> list[tuple[str, ...]]:
 
 
 def trial_rows(found: Found) -> list[tuple[str, ...]]:
-    """A line for each trial."""
+    """Return a line for each trial."""
     return [
         (
             str(trial.number),
@@ -53,13 +53,13 @@ def trial_rows(found: Found) -> list[tuple[str, ...]]:
 
 
 def print_sensitivity(found: Sensitivity) -> None:
-    """Print to standard output; a file or a pipe gets the whole, however long the lines."""
+    """Print the table to standard output. A file or a pipe gets the whole, however long the lines."""
     _print(_HEADS, sensitivity_rows(found))
     Console(soft_wrap=True).print(Text(caption(found)))
 
 
 def print_search(found: Found) -> None:
-    """Print the trials, and why what was chosen was."""
+    """Print the trials, and the reasons for the choice."""
     if found.trials:
         _print(_TRIAL_HEADS, trial_rows(found))
     console = Console(soft_wrap=True)
@@ -68,18 +68,18 @@ def print_search(found: Found) -> None:
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown, the first column to the left and the others to the right."""
+    """Return a Markdown table with the first column left-aligned and the others right-aligned."""
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
 
 
 def sensitivity_markdown(found: Sensitivity) -> str:
-    """The table and what it is of, for a document."""
+    """Return the table with its caption, for a document."""
     return f"{markdown(_HEADS, sensitivity_rows(found))}\n{caption(found)}\n"
 
 
 def caption(found: Sensitivity) -> str:
-    """What the figures are."""
+    """Return the explanation of the figures."""
     return (
         f"{found.title}, {found.parent} by {found.runs_on} on {found.cpu}; top-1 in points from the float graph's "
         f"{found.top1 * 100:.2f} % on the same {found.images:,} images; SQNR of the logits; milliseconds that one "

@@ -1,4 +1,4 @@
-"""Which layers of a network can be quantized, and which of them seem to matter most, before anything is measured."""
+"""Finds the layers of a network that can be quantized, and ranks them by a simulation before anything is measured."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ from optimize.store.sources import code_of
 from serve.runtime.errors import UserError
 from serve.runtime.images.image_preprocessing import normalise
 
-#: Calibration images that the answers of each simulation are compared on.
+#: Number of calibration images on which the answers of each simulation are compared.
 _JUDGED: Final = 64
 _FILE: Final = "ranks.json"
 
 
 def layers_of(parent: Artifact, config: Ptq, context: Context) -> dict[str, int]:
-    """The layers that ``ptq`` would quantize, in the graph's order, each with how many weights it has.
+    """Return the layers that ``ptq`` would quantize, in the graph's order, each with its number of weights.
 
-    Names are those of the model's own code: the projections of an attention that is written out count as its.
+    Names are those of the model's own code. The projections of an attention that is written out count as the
+    attention's.
 
     Raises:
         UserError: there is none.
     """
     found: dict[str, int] = {}
     own, called = _own_names(parent), set()
-    for name, layer in weighted(_observed(parent, config, context)("minmax")).items():  # by whichever observer
+    for name, layer in weighted(_observed(parent, config, context)("minmax")).items():  # any observer will do
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         once = called_layer(name)
         if once not in called:
@@ -57,13 +58,13 @@ def layers_of(parent: Artifact, config: Ptq, context: Context) -> dict[str, int]
 
 
 def ranks(session: Session, parent: Artifact, config: Ptq) -> tuple[dict[str, float], str]:
-    """SQNR of the logits in dB with each layer alone quantized, simulated in torch on calibration images.
+    """Return the SQNR of the logits in dB with each layer alone quantized, simulated in torch on calibration images.
 
-    Nothing is executed as it would be served, and no evaluation image is looked at: this says where to look first.
-    Taken from the store where it was found before.
+    Nothing runs as it would be served, and no evaluation image is used: this only says where to look first. A result in
+    the store is used again.
 
     Returns:
-        The figures by layer, and the key that the store has them by.
+        The figures by layer, and their key in the store.
     """
     context = session.context
     key = RanksKey(
@@ -90,7 +91,7 @@ def _ranks(parent: Artifact, config: Ptq, context: Context) -> dict[str, float]:
     observer, _ = observer_of(config, observed, parent.module(), context, shown)
     prepared = observed(observer).to(context.device)
     calibrate(prepared, context, shown)
-    # What is cut of the weights of all layers would count for each.
+    # Clipped weights of all layers would count for each layer.
     whole = config.model_copy(update={"weight_observer": "minmax", "overrides": _whole(config.overrides)})
     plain = _observed(parent, whole, context)(observer).to(context.device)
     images = normalise(context.pixels(_JUDGED), context.preprocessing, context.device, torch.float32)
@@ -100,29 +101,29 @@ def _ranks(parent: Artifact, config: Ptq, context: Context) -> dict[str, float]:
         expected = parent.module().to(context.device)(images).cpu()
         for name, module in each_alone(prepared, plain):
             layer, ratio = _owner(called_layer(name), own), sqnr(expected, module(images).cpu())
-            # JSON has no infinity; no layer that is quantized reaches a tenth of this.
+            # JSON has no infinity. No quantized layer reaches a tenth of this.
             found[layer] = min(found.get(layer, 1e3), max(ratio, -1e3))
     return found
 
 
 def _observed(parent: Artifact, config: Ptq, context: Context) -> Callable[[Observer], fx.GraphModule]:
-    """What makes the network with what watches its tensors, as ``ptq`` would."""
+    """Return the function that makes the network with observers, as ``ptq`` would."""
     chosen = resolve(next(parent.line()).module, config)
     return observing(parent.module, config, chosen, context.example())
 
 
 def _whole(overrides: Mapping[str, Override]) -> dict[str, Override]:
-    """What was chosen for single layers, with the whole range of their weights."""
+    """Return the choices for single layers, with the whole range of their weights."""
     return {name: {**own, "weight_observer": "minmax"} for name, own in overrides.items()}
 
 
 def _own_names(parent: Artifact) -> frozenset[str]:
-    """Of the model's modules, as its code has them: those that ``keep_float`` can name."""
+    """Return the names of the modules in the model's own code, which ``keep_float`` can name."""
     return frozenset(name for name, _ in next(parent.line()).module().named_modules())
 
 
 def _owner(name: str, own: frozenset[str]) -> str:
-    """The module of the model's own that a layer is, or is a part of."""
+    """Return the module of the model's own code that a layer is, or is a part of."""
     owner = name
     while owner and owner not in own:
         owner = owner.rpartition(".")[0]

@@ -1,7 +1,7 @@
-"""The precision of each layer under a budget of accuracy and latency, by trials that are really executed.
+"""Finds the precision of each layer under a budget of accuracy and latency, by trials that really run.
 
-Half of the evaluation images choose, and the others judge what was chosen. Whatever is found is measured at the end in
-turns with every float execution; a pair that is slower than the fastest of those is not returned.
+Half of the evaluation images choose, and the others judge the choice. The results are measured again at the end, in
+turns with every float execution. A pair that is slower than the fastest of those is not returned.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from optimize.store.artifact import Artifact
 from serve.common.config import Config
 from serve.runtime.errors import EngineError, PipelineError, UserError
 
-#: Trials that are measured once more at the end, in turns with everything else.
+#: Number of trials that are measured again at the end, in turns with everything else.
 _FINALISTS = 3
 
 
 class Search(Config):
-    """What a search is to find, and how."""
+    """The goal and the method of a search."""
 
-    model_config = ConfigDict(title="")  # in messages, its settings are the command line's
+    model_config = ConfigDict(title="")  # in messages, its settings are named as on the command line
 
     max_drop: float = Field(
         default=0.005, ge=0, le=1, description="largest loss of top-1, as a fraction, on the images that choose"
@@ -92,14 +92,14 @@ class _SpentError(Exception):
 
 @dataclass
 class _Ledger:
-    """The trials so far: every set of precisions is tried once.
+    """The trials so far. Every set of precisions is tried once.
 
     Attributes:
-        bed: where they are made.
+        bed: makes and measures trials.
         start: the float graph by the execution of all trials.
         baseline: whether the float baseline answers each image correctly.
         halves: which images choose.
-        by: what is searched.
+        by: the request.
     """
 
     bed: Bed
@@ -111,7 +111,7 @@ class _Ledger:
     made: dict[Precisions, tuple[Trial, Mixed | None]] = field(default_factory=dict)
 
     def holds(self, precisions: Precisions) -> bool:
-        """Whether the budget of accuracy is kept on the images that choose."""
+        """Tell whether the budget of accuracy is kept on the images that choose."""
         if precisions not in self.made:
             if self.by.max_trials is not None and len(self.trials) >= self.by.max_trials:
                 raise _SpentError
@@ -119,7 +119,7 @@ class _Ledger:
         return self.made[precisions][0].holds
 
     def best(self) -> list[tuple[Precisions, Trial, Mixed]]:
-        """The trials that hold, those first that were the fastest beside the float graph."""
+        """Return the trials that hold, sorted by their speed relative to the float graph, the fastest first."""
         held = [(key, trial, mixed) for key, (trial, mixed) in self.made.items() if trial.holds and mixed is not None]
         return sorted(held, key=lambda entry: -entry[1].speedup.value if entry[1].speedup else 0.0)
 
@@ -153,7 +153,7 @@ class _Ledger:
             self.bed.bench.release(candidate)
 
     def _timed(self, trial: Trial, candidate: Candidate) -> Trial:
-        """A trial that holds with its times; without them, and why, where there are none: it holds none the less."""
+        """Return a trial that holds with its times. If it cannot be timed, it still holds, and says why."""
         try:
             speeds = self.bed.speeds([self.start, candidate])
         except UserError:
@@ -177,14 +177,14 @@ def search(
 
     Args:
         session: of the model.
-        baseline: its float module, which all accuracies are compared with.
-        by: what is asked for, and how it is looked for.
+        baseline: its float module, with which all accuracies are compared.
+        by: the request.
         ptq: settings of the quantization.
         timing: how speed is measured.
-        devices: where.
+        devices: where speed is measured.
 
     Returns:
-        What was found, and the keys of all objects in the store that the search made or read.
+        The result, and the keys of all objects in the store that the search made or read.
 
     Raises:
         UserError: there is no layer to quantize, or no such execution.
@@ -197,7 +197,7 @@ def search(
     require_execution(bench, float_graph, by.execution)
     layers = layers_of(parent, ptq, session.context)
     order, ranked = _order(session, parent, ptq, by, layers)
-    start = measure(floats, Bench(session.store, session.context, timing, devices))  # what is to be beaten
+    start = measure(floats, Bench(session.store, session.context, timing, devices))  # the measurement to beat
     bed = Bed(session, bench, parent, ptq, OnnxInt8())
     bed.note(step.artifact for step in floats)
     bed.keys.update(start.keys | ranked)
@@ -248,20 +248,20 @@ def search(
 
 
 def _floats(session: Session, baseline: Step) -> list[Step]:
-    """The baseline, what of it is quantized, and its float graph."""
+    """Return the baseline, the module to quantize, and its float graph."""
     steps = [baseline]
     try:
         steps.append(session.apply(baseline.artifact, Fuse()))
     except NotApplicableError as error:
         session.context.listener.said(f"fuse: {error}")
-    # `floats[-2]` is what is quantized: the fused module, or the baseline where there is nothing to fuse.
+    # `floats[-2]` is the module to quantize: the fused one, or the baseline if there is nothing to fuse.
     return [*steps, session.apply(steps[-1].artifact, Onnx())]
 
 
 def _order(
     session: Session, parent: Artifact, ptq: Ptq, by: Search, layers: Mapping[str, int]
 ) -> tuple[list[str], frozenset[str]]:
-    """The layers as the method wants them, the most sensitive first or as they stand in the graph; and what tells."""
+    """Return the layers in the method's order, and the keys it used: the most sensitive first, or the graph's order."""
     if by.method != "greedy":
         return list(layers), frozenset()
     found, key = ranks(session, parent, ptq)
@@ -269,7 +269,7 @@ def _order(
 
 
 def _run(ledger: _Ledger, order: list[str]) -> None:
-    """Look for the layers that must not be int8, and then for those of them that 16 bits are enough for.
+    """Find the layers that must not be int8, and then those of them for which 16 bits are enough.
 
     Raises:
         _SpentError: no trial is left.
@@ -293,7 +293,9 @@ def _run(ledger: _Ledger, order: list[str]) -> None:
 
 
 def choose(rows: Sequence[Row], taken: Turns, right: Right, parts: Halves, by: Search) -> Choice:
-    """The fastest pair of those that keep the budget, float or not; never an int8 one that a float execution beats.
+    """Return the fastest pair within the budget, float or not.
+
+    An int8 pair that a float execution beats is never returned.
 
     Args:
         rows: everything that was measured in turns, the baseline first.
@@ -337,14 +339,14 @@ def choose(rows: Sequence[Row], taken: Turns, right: Right, parts: Halves, by: S
 
 
 def _as_good(other: tuple[Row, Pair, Measured], first: tuple[Row, Pair, Measured], speeds: Mapping[str, Speed]) -> bool:
-    """Whether another int8 pair is as fast as the first; a float one is returned only if it is the fastest itself."""
+    """Tell whether another int8 pair is as fast as the first. A float pair is returned only if it is the fastest."""
     if any(entry[0].file is None or entry[0].file.is_float for entry in (other, first)):
         return False
     return not falls_behind(level(speeds[first[1].id].medians(), speeds[other[1].id].medians()))
 
 
 def _judged(choice: Choice, final: Measurements, parts: Halves) -> Judgement | None:
-    """The chosen pair on the images that did not choose."""
+    """Return the accuracy of the chosen pair on the images that did not choose."""
     if choice.pair is None:
         return None
     first, right = _first(final.rows), final.right[choice.pair.id]
@@ -360,7 +362,7 @@ def _difference(baseline: NDArray[np.bool_], right: NDArray[np.bool_], images: N
 
 
 def _stages(steps: list[Step], rows: Sequence[Row], chosen: Row | None) -> list[dict[str, Any]]:
-    """The stages of a recipe that makes what was chosen, and the float ones that it was compared with."""
+    """Return the stages of a recipe that makes the chosen artifact and the float ones it was compared with."""
     wanted = {row.name for row in rows if row.file is not None and row.file.is_float}
     for step in steps:
         if chosen is not None and step.artifact.name == chosen.name:
@@ -378,7 +380,7 @@ def _stages(steps: list[Step], rows: Sequence[Row], chosen: Row | None) -> list[
 
 
 def _first(rows: Sequence[Row]) -> str:
-    """Id of the baseline's pair that all are compared with."""
+    """Return the id of the baseline's pair, with which all are compared."""
     return next(pair.id for pair in rows[0].pairs if pair.measured)
 
 

@@ -1,4 +1,4 @@
-"""Why a search returned what it did, in sentences."""
+"""Explains in sentences why a search returned its result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optimize.report.number_format import number, points
 from optimize.run.recommendation.accuracy_drop import within
 from serve.runtime.errors import listed
 
-#: What 16 bits are, wherever they are offered.
+#: The explanation of 16 bits, wherever they are offered.
 SIXTEEN = (
     "16 bits are FP16 weights, and arithmetic in executions that have it; the engines for x86 CPUs here (ONNX Runtime, "
     "and OpenVINO kept to FP32) cast such a layer back and compute it in FP32: there only the file becomes smaller."
@@ -23,18 +23,18 @@ _NAMED = 6
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen of the last measurement, and what was not.
+    """The choice from the last measurement, and the rejected pairs.
 
     Attributes:
         float_name: the fastest float execution, a pair or a reference.
         float_p50: its latency in ms.
         float_is_pair: whether it is a pair, which can be packed and served.
         refused: pairs that do not keep the budget, by id, and why.
-        beaten: int8 pairs that keep it and are slower than that execution: their speed as a multiple of its.
-        row: the chosen pair's artifact; None where nothing keeps the budget.
+        beaten: int8 pairs that keep it and are slower than that execution, with their relative speed.
+        row: the chosen pair's artifact. None: nothing keeps the budget.
         pair: the chosen pair.
-        measured: what was measured of it.
-        quickest: where nothing was chosen, the lowest latency of all, in ms, and whose it is.
+        measured: its measurement.
+        quickest: if nothing was chosen, the lowest latency of all, in ms, and its pair.
     """
 
     float_name: str
@@ -54,12 +54,12 @@ class Choice:
 
     @property
     def is_float(self) -> bool:
-        """Whether what was chosen has no integers."""
+        """Whether the choice has no integers."""
         return self.row is not None and self.row.file is not None and self.row.file.is_float
 
 
 def why(found: Found, choice: Choice, remarks: Sequence[str]) -> tuple[str, ...]:
-    """What a reader is to know of a choice."""
+    """Return the explanation of a choice."""
     said = [_trials(found), *remarks]
     if choice.pair is None or choice.measured is None:
         said.append(_nothing(found, choice))
@@ -105,7 +105,7 @@ def _left(found: Found) -> str:
 
 
 def _lost(found: Found, choice: Choice) -> list[str]:
-    """Why it is a float pair."""
+    """Return the reasons why a float pair was chosen."""
     assert choice.pair is not None
     said = []
     if choice.beaten:

@@ -1,4 +1,4 @@
-"""Where a sensitivity and a search are written: a folder beside the runs, that keeps their trials from pruning."""
+"""Writes a sensitivity or a search into a folder beside the runs. The folder protects their trials from pruning."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from serve.common import layout
 from serve.runs import sealed_files
 
 RECIPE_FILE: Final = "recipe.yaml"
-#: Of a recipe, beside its stages.
+#: The sections of a recipe, beside its stages.
 _SECTIONS: Final = ("baseline", "preprocessing", "measure", "recommend", "serving")
 
 
 def write_sensitivity(found: Sensitivity, keys: Collection[str], store: Store, name: str) -> Path:
-    """Write ``<store>/<name>.sensitivity/``: the figures, a table, a chart. Returns the folder."""
+    """Write ``<store>/<name>.sensitivity/``: the figures, a table, a chart. Return the folder."""
     folder = store.root / f"{name}{layout.SENSITIVITY_ENDING}"
     with store.lock(layout.run_lock(folder.name)):
         write_json(sorted(keys), folder / layout.OBJECTS_FILE)
@@ -35,14 +35,14 @@ def write_sensitivity(found: Sensitivity, keys: Collection[str], store: Store, n
 
 
 def write_search(found: Found, keys: Collection[str], store: Store, name: str, recipe: Recipe) -> Path:
-    """Write ``<store>/<name>.search/``: what was found, and a recipe that makes, packs and measures it.
+    """Write ``<store>/<name>.search/``: the result, and a recipe that makes, packs and measures it.
 
     Args:
-        found: what was found; where nothing was, there is no recipe, nor one of an earlier search of this name.
-        keys: of the objects that it is made of, which are kept from pruning.
-        store: where.
-        name: of the search.
-        recipe: what it was searched with: the new recipe has its sections, and other stages.
+        found: the result. If nothing was found, there is no recipe, and one of an earlier search is removed.
+        keys: keys of its objects, which are protected from pruning.
+        store: where to write.
+        name: name of the search.
+        recipe: the recipe of the search. The new one has its sections, and other stages.
 
     Returns:
         The folder.
@@ -61,7 +61,8 @@ def write_search(found: Found, keys: Collection[str], store: Store, name: str, r
 
 def _recipe(found: Found, recipe: Recipe) -> str:
     said = "".join(f"# {' '.join(sentence.split())}\n" for sentence in found.why)
-    # What was not set is not written: it would be set then, and a server's setting that is not has no fixed value.
+    # Settings that were not given are not written. They would count as given then, and a server's setting may have no
+    # fixed default.
     given = {name: getattr(recipe, name).model_dump(mode="json", exclude_unset=True) for name in _SECTIONS}
     body = {"stages": list(found.stages)} | {name: section for name, section in given.items() if section}
     return said + yaml.safe_dump(body, sort_keys=False, allow_unicode=True, width=120)

@@ -1,4 +1,4 @@
-"""A search as it is asked for on the command line: from a job to what was found, written beside the runs."""
+"""A search from the command line: from a job to the result, written beside the runs."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from serve.common.config import defaults
 from serve.common.hints import command
 from serve.runtime.errors import UserError
 
-#: Settings of a job that stand elsewhere in a command, and those that a search is not given.
+#: Settings of a job that are elsewhere in a command, and settings that a search does not have.
 _SAID_OTHERWISE: Final = frozenset({"model", "recipe", "store"})
 
 
 def search_job(job: Job, by: Search, listener: Listener) -> tuple[Found, Path]:
-    """Open what a job names, search, and write what was found.
+    """Open the inputs of a job, search, and write the result.
 
     Args:
-        job: as for a run; of its recipe the baseline, the preprocessing, the measurement and the first ``ptq`` stage
-            are taken, and the recipe that is written has all of its sections.
-        by: what is searched.
-        listener: told of every step.
+        job: as for a run. Its recipe gives the baseline, the preprocessing, the measurement and the first ``ptq``
+            stage. The written recipe has all of its sections.
+        by: the request.
+        listener: receives every step.
 
     Returns:
-        What was found, and the folder that holds it.
+        The result, and its folder.
 
     Raises:
         UserError: something is missing, unreadable, or does not fit.
@@ -59,11 +59,11 @@ def search_job(job: Job, by: Search, listener: Listener) -> tuple[Found, Path]:
 
 
 def to_pack(job: Job, folder: Path) -> str:
-    """The command that makes, measures and packs what a search found: ``run`` with all that the search was given.
+    """Return the command that makes, measures and packs the result of a search: ``run`` with the search's settings.
 
     Args:
-        job: what was searched, in words.
-        folder: that holds what was found.
+        job: the job of the search.
+        folder: the folder of the result.
     """
     usual = defaults(Job)
     words = ["optimize", "run", str(job.model), "--recipe", str(folder / RECIPE_FILE)]

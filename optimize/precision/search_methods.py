@@ -1,7 +1,7 @@
-"""Two ways to find which layers to leave in float, told apart by how many trials they take. No measuring here.
+"""Two methods to find the layers to leave in float. They differ in the number of trials. Nothing is measured here.
 
-Each is given a question that costs a trial: does the network hold what is asked of it with these layers in float? That
-it does with all, and does not with none, is known before.
+Each calls a test that costs a trial: does the network hold with these layers in float? It is known that it holds with
+all of them in float, and does not with none.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
-#: Layers that are left in float, and whether the network then holds.
+#: Tells for a set of layers in float whether the network holds.
 Holds = Callable[[frozenset[str]], bool]
 MethodName = Literal["greedy", "halving"]
 Method = Callable[[Sequence[str], Holds], frozenset[str]]
 
 
 def greedy(layers: Sequence[str], holds: Holds) -> frozenset[str]:
-    """Leave the most sensitive layers in float: 1, 2, 4 …, then as few as hold; then give back what is not needed.
+    """Leave the most sensitive layers in float: 1, 2, 4 …, then as few as hold. Then drop those that are not needed.
 
     Args:
-        layers: all of them, the most sensitive first.
+        layers: all layers, the most sensitive first.
         holds: see `Holds`.
 
     Returns:
-        A set that holds; the whole where nothing smaller was found.
+        A set that holds: the whole if nothing smaller was found.
     """
     short, enough = 0, 1
     while enough < len(layers) and not holds(frozenset(layers[:enough])):
@@ -31,19 +31,19 @@ def greedy(layers: Sequence[str], holds: Holds) -> frozenset[str]:
     while enough - short > 1:
         middle = (short + enough) // 2
         short, enough = (short, middle) if holds(frozenset(layers[:middle])) else (middle, enough)
-    # Without the last of them it did not hold, so that only those before it may be there for nothing.
+    # Without the last of them it did not hold. Only those before it may be unnecessary.
     return given_back(layers[: enough - 1], frozenset(layers[:enough]), holds)
 
 
 def halving(layers: Sequence[str], holds: Holds) -> frozenset[str]:
-    """Look for the layers that matter without knowing an order: halves, then quarters … and what is left beside each.
+    """Find the layers that matter without an order: try halves, then quarters …, and the complement of each.
 
-    The minimizing delta debugging of Zeller and Hildebrandt ("Simplifying and Isolating Failure-Inducing Input", IEEE
-    Transactions on Software Engineering 28 (2002), figure 6): of the layers that it returns none alone can be given
-    back.
+    This is the minimizing delta debugging of Zeller and Hildebrandt ("Simplifying and Isolating Failure-Inducing
+    Input", IEEE Transactions on Software Engineering 28 (2002), figure 6). No single layer of the result can be
+    dropped.
 
     Args:
-        layers: all of them, in any order; those that lie together are tried together.
+        layers: all layers, in any order. Neighbours are tried together.
         holds: see `Holds`.
     """
     kept, parts = list(layers), 2
@@ -63,10 +63,10 @@ def halving(layers: Sequence[str], holds: Holds) -> frozenset[str]:
 
 
 def given_back(layers: Sequence[str], kept: frozenset[str], holds: Holds) -> frozenset[str]:
-    """Take layers out of a set that holds, as many at once as it goes on to hold without.
+    """Drop layers from a set that holds, as many at once as possible.
 
     Args:
-        layers: which to take out, in the order of which should rather stay.
+        layers: the layers to drop. Earlier ones rather stay.
         kept: a set that holds.
         holds: see `Holds`.
     """

@@ -1,4 +1,4 @@
-"""Each layer alone quantized, and all but each: what it costs in accuracy, and what it wins in time."""
+"""Measures each layer quantized alone, and all layers but each: the cost in accuracy, and the gain in time."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from optimize.store.artifact import Artifact
 from serve.runtime.engines.base import execution_id
 from serve.runtime.errors import PipelineError, UserError
 
-#: One image at a time, of which trials are made; a table of batch sizes would take as many times as long.
+#: One image at a time. A table of batch sizes would take several times as long.
 ONE_IMAGE: Final = Timing(batch_sizes=(1,))
 
-#: No gate: how far a broken network is off is what is asked for. JSON has no infinity.
+#: No gate: the error of a broken network is the result. JSON has no infinity.
 _UNGATED: Final[dict[str, Any]] = {"min_sqnr": -1e6, "min_agreement": 0.0}
 
 
 def one_image(timing: Timing) -> Timing:
-    """The same measurement, of one image at a time."""
+    """Return the same measurement with one image at a time."""
     return timing.model_copy(update={"batch_sizes": (1,)})
 
 
@@ -48,19 +48,19 @@ def sensitivity(
 ) -> tuple[Sensitivity, frozenset[str]]:
     """Measure every layer of a float module, alone in int8 and alone in float.
 
-    Each of the two trials of a layer is an artifact of ``ptq`` and ``onnx-int8`` in the session's store, as is what was
-    measured of it: a run that was stopped goes on from there.
+    Each of the two trials of a layer is an artifact of ``ptq`` and ``onnx-int8`` in the session's store, as is its
+    measurement. A stopped run continues from there.
 
     Args:
         session: of the model.
         parent: the float module that ``ptq`` quantizes, such as a ``fuse`` artifact.
-        ptq: settings of the quantization, without the gate, which is left out.
+        ptq: settings of the quantization. Its gate is not used.
         timing: how speed is measured.
-        devices: where.
-        execution: the engine that runs all graphs; by default the one that is fastest with every layer quantized.
+        devices: where speed is measured.
+        execution: the engine that runs all graphs. By default the fastest one with every layer quantized.
 
     Returns:
-        What was found, and the keys of all objects in the store that it is made of.
+        The result, and the keys of all its objects in the store.
 
     Raises:
         UserError: there is no layer to quantize, or no such execution.
@@ -88,7 +88,10 @@ def sensitivity(
         expected = bed.answers(start)
 
         def measured(trial: Candidate, beside: Candidate) -> Figure:
-            """A trial; what is won is that of ``beside`` (in float) to the trial, or of the trial to the whole."""
+            """Return a trial's figure.
+
+            The gain is from ``beside`` (in float) to the trial, or from the trial to the whole.
+            """
             found = bed.answers(trial)
             contestants = list({each.id: each for each in (start, whole, trial)}.values())
             speeds = bed.speeds(contestants)
@@ -146,11 +149,11 @@ def sensitivity(
 
 
 def subject(artifact: Artifact, ptq: Ptq | None) -> tuple[Artifact, Ptq]:
-    """The float module that is looked at, and how it is quantized.
+    """Return the float module to examine, and its quantization.
 
     Args:
-        artifact: that module; or what ``ptq`` made of it, or ``onnx-int8`` of that.
-        ptq: how; None: as it was quantized, or with the pass's usual settings.
+        artifact: that module, or what ``ptq`` made of it, or ``onnx-int8`` of that.
+        ptq: the quantization. None: as the artifact was quantized, or with the pass's defaults.
 
     Raises:
         UserError: the artifact is of another kind.
@@ -171,7 +174,7 @@ def subject(artifact: Artifact, ptq: Ptq | None) -> tuple[Artifact, Ptq]:
 
 
 def _figure(expected: Answers, found: Answers, own: Speed, slow: Speed, fast: Speed) -> Figure:
-    """A trial's figure; what is won is from ``slow`` to ``fast``."""
+    """Return a trial's figure. The gain is from ``slow`` to ``fast``."""
     won: Callable[[Speed], list[float]] = Speed.medians
     return Figure(
         top1=found.top1,

@@ -1,4 +1,4 @@
-"""What each layer costs and wins in int8, as bars."""
+"""Draws each layer's cost and gain in int8 as bars."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from optimize.measure.rows import Skip
 from optimize.precision.precision_records import Figure, Sensitivity
 from optimize.report.drawing import PAPER, SETTINGS, render
 
-#: Inches.
+#: In inches.
 _LINE, _MARGIN, _WIDTH = 0.24, 1.1, 11.0
-#: Of a layer's place.
+#: As a share of a layer's line.
 _BAR = 0.36
 
 
 def sensitivity_svg(found: Sensitivity) -> bytes:
-    """Three panels, a bar for each layer: the drop with its interval, SQNR, and the time won; alone, and all but it."""
+    """Draw three panels with bars for each layer, alone and all but it.
+
+    They show the drop with its interval, the SQNR, and the gain.
+    """
     names = [layer.name for layer in found.layers]
     pairs = (
         ("alone", PAPER.int, [layer.alone for layer in found.layers], 0.19),
@@ -53,7 +56,7 @@ def sensitivity_svg(found: Sensitivity) -> bytes:
 
 
 def _bars(panels: Sequence[Axes], figures: Sequence[Figure | Skip], said: str, colour: str, shift: float) -> None:
-    """A series of bars in each panel; a layer that has no figure has none."""
+    """Draw a series of bars in each panel. A layer without a figure has no bar."""
     there = [(place, figure) for place, figure in enumerate(figures) if isinstance(figure, Figure)]
     places = [place - shift for place, _ in there]
     drops = [100 * figure.difference.delta for _, figure in there]

@@ -1,6 +1,6 @@
-"""One trial: some layers in int8 and the others not, made by the passes that users run, measured as all is measured.
+"""One trial: some layers in int8 and the others not, made by the users' passes and measured like any artifact.
 
-Everything that it consists of is in the store by its own key, so that a search that was stopped finds its trials there.
+All parts of a trial are in the store by their own keys. A search that was stopped finds its trials there.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 
 @dataclass(frozen=True)
 class Precisions:
-    """Which layers are not int8: those in FP32 and those in FP16."""
+    """The layers that are not int8: those in FP32 and those in FP16."""
 
     single: frozenset[str] = frozenset()
     half: frozenset[str] = frozenset()
 
     @property
     def bits(self) -> dict[str, int]:
-        """Of the layers that are not int8, by name."""
+        """Bits of the layers that are not int8, by name."""
         wide = dict.fromkeys(self.single, 32) | dict.fromkeys(self.half, 16)
         return dict(sorted(wide.items()))
 
@@ -45,7 +45,7 @@ class Precisions:
 
 @dataclass(frozen=True)
 class Mixed:
-    """A trial's artifacts: the quantized module, and the graph of it that is measured."""
+    """A trial's artifacts: the quantized module, and its graph, which is measured."""
 
     quantized: Step
     graph: Step
@@ -58,11 +58,11 @@ class Mixed:
 
 @dataclass
 class Cost:
-    """What was made and measured since it was last reset.
+    """The work since the last reset.
 
     Attributes:
-        seconds: that it took, now or at another time.
-        cached: whether all of it was taken from the store.
+        seconds: its time, now or in an earlier run.
+        cached: whether all of it came from the store.
     """
 
     seconds: float = 0.0
@@ -74,22 +74,22 @@ class Cost:
         self.cached &= taken.cached
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start again from zero."""
         self.seconds, self.cached = 0.0, True
 
 
 @dataclass(frozen=True)
 class Bed:
-    """Where trials are made and measured.
+    """Makes and measures trials.
 
     Attributes:
         session: of the model.
-        bench: what measures.
-        parent: the float module that is quantized.
-        ptq: how; its ``keep_float`` are left in float by every trial.
+        bench: measures them.
+        parent: the float module to quantize.
+        ptq: the quantization. Every trial leaves its ``keep_float`` in float.
         graph: settings of the graph.
-        keys: of all objects of the store that trials consist of; grows.
-        cost: of what was made and measured; whoever tells of a trial resets it before.
+        keys: keys of all objects in the store that trials consist of. It grows.
+        cost: the work since the last reset. Reset it before each trial that you report.
     """
 
     session: Session
@@ -101,7 +101,7 @@ class Bed:
     cost: Cost = field(default_factory=Cost)
 
     def configs(self, precisions: Precisions) -> tuple[Ptq, OnnxInt8]:
-        """The settings of the two passes."""
+        """Return the settings of the two passes."""
         kept = tuple(sorted({*self.ptq.keep_float, *precisions.single, *precisions.half}))
         return (
             self.ptq.model_copy(update={"keep_float": kept}),
@@ -109,7 +109,7 @@ class Bed:
         )
 
     def make(self, precisions: Precisions) -> Mixed:
-        """The trial's artifacts, made or found in the store.
+        """Return the trial's artifacts, made or found in the store.
 
         Raises:
             PipelineError: a pass has nothing to do, or its result is not what it promises.
@@ -120,17 +120,17 @@ class Bed:
         return Mixed(quantized, self._made(quantized.artifact, graph, f"onnx-int8{mark}"))
 
     def answers(self, candidate: Candidate) -> Answers:
-        """What a pair answers on the evaluation images."""
+        """Return the answers of a pair on the evaluation images."""
         kept = self.bench.answers(candidate)
         self.keys.add(kept.key)
         self.cost.add(kept)
         return kept.value
 
     def speeds(self, candidates: Sequence[Candidate]) -> dict[str, Speed]:
-        """Times of pairs that took turns, by id.
+        """Return the times of pairs measured in turns, by id.
 
         Raises:
-            PipelineError: one of them could not be timed. Nothing of it is kept: the next time it may be.
+            PipelineError: one of them could not be timed. Nothing is stored then, as it may work the next time.
         """
         found, untimed = self.times(candidates)
         if untimed:
@@ -138,9 +138,9 @@ class Bed:
         return found
 
     def times(self, candidates: Sequence[Candidate]) -> tuple[dict[str, Speed], tuple[str, ...]]:
-        """Times of those pairs that could be timed, by id, of turns that they took; and of each of the others why not.
+        """Return the times of pairs measured in turns, by id, and a reason for each that could not be timed.
 
-        Nothing is kept where there is one without: the next time it may be timed.
+        If one is missing, nothing is stored, as it may work the next time.
         """
         kept = self.bench.speed(candidates, beside_eager=False)
         self.cost.add(kept)
@@ -148,7 +148,7 @@ class Bed:
         if skipped:
             self.bench.store.forget(kept.key)
             for candidate in candidates:
-                if candidate.id in skipped:  # its process may be what has failed
+                if candidate.id in skipped:  # its process may have failed
                     self.bench.release(candidate)
         else:
             self.keys.add(kept.key)
@@ -156,7 +156,7 @@ class Bed:
         return dict(kept.value.speeds), said
 
     def note(self, artifacts: Iterable[Artifact]) -> None:
-        """Take note of what artifacts consist of, their ancestors included."""
+        """Record the objects of artifacts and of their ancestors."""
         for artifact in artifacts:
             self.keys.update(key for each in artifact.line() for key in each.objects)
 
@@ -173,25 +173,25 @@ class Bed:
 
 
 def require_engine(wanted: str | None) -> None:
-    """Refuse an execution of an engine that there is not, before anything is measured.
+    """Refuse an execution of an unknown engine, before anything is measured.
 
     Raises:
-        UserError: there is no such engine; the message names the nearest.
+        UserError: there is no such engine. The message names the nearest.
     """
     if wanted is not None:
         find_engine(wanted.partition("[")[0])
 
 
 def named(executions: Sequence[Execution], wanted: str | None, what: str) -> list[Execution]:
-    """Those of some executions that go by a name: their engine's, or their own (see `execution_id`).
+    """Return the executions with a name: that of their engine, or their own (see `execution_id`).
 
     Args:
-        executions: of which to choose.
-        wanted: the name; None takes all.
-        what: they are executions of, for the message.
+        executions: the executions to choose from.
+        wanted: the name. None takes all.
+        what: the artifact or purpose of the executions, for the message.
 
     Raises:
-        UserError: none goes by it; the message says which there are.
+        UserError: none has that name. The message lists the names.
     """
     found = [execution for execution in executions if wanted in (None, execution.engine, execution_id(execution))]
     if not found:
@@ -201,7 +201,7 @@ def named(executions: Sequence[Execution], wanted: str | None, what: str) -> lis
 
 
 def require_execution(bench: Bench, float_graph: Artifact, wanted: str | None) -> None:
-    """Refuse an execution that the float graph does not have here, before anything is measured.
+    """Refuse an execution that the float graph does not have on this machine, before anything is measured.
 
     Raises:
         UserError: as `named`.
@@ -212,10 +212,10 @@ def require_execution(bench: Bench, float_graph: Artifact, wanted: str | None) -
 
 
 def shared_executions(bed: Bed, first: Artifact, second: Artifact) -> list[Execution]:
-    """The executions that run both artifacts here, which may be the same; each engine was tried.
+    """Return the executions that run both artifacts, which may be the same, on this machine. Each engine was tried.
 
     Raises:
-        EngineError: there is none; the message says why.
+        EngineError: there is none. The message says why.
     """
     works = bed.bench.working(first, second)
     bed.keys.update(each.key for each in works)
@@ -225,14 +225,14 @@ def shared_executions(bed: Bed, first: Artifact, second: Artifact) -> list[Execu
 def fastest_execution(
     bed: Bed, float_graph: Artifact, graph: Artifact, wanted: str | None
 ) -> tuple[Execution, tuple[str, ...]]:
-    """The execution that runs the quantized graph fastest, of those that run the float one, too; or the one wanted.
+    """Return the fastest execution of the quantized graph that also runs the float graph, or the wanted one.
 
     Returns:
-        It, and what there is to say of those that it could not be compared with; the session's listener was told.
+        It, and remarks on executions that could not be compared. The session's listener received them.
 
     Raises:
         UserError: the wanted one is none of them.
-        EngineError: there is none, or of several none could be timed.
+        EngineError: there is none, or none of several could be timed.
     """
     works = named(shared_executions(bed, float_graph, graph), wanted, "both the float and the int8 graph")
     if len(works) == 1:
@@ -253,10 +253,10 @@ def fastest_execution(
 
 
 def choose_execution(bed: Bed, float_graph: Artifact, wanted: str | None) -> tuple[Execution, tuple[str, ...]]:
-    """What all trials of a search are run by: the fastest of the fully quantized graph, or the one wanted.
+    """Return the execution of all trials of a search: the fastest of the fully quantized graph, or the wanted one.
 
-    Where the gate does not even let the fully quantized network pass, there is nothing to time: then it is the first
-    that runs the float graph.
+    If the fully quantized network does not pass the gate, there is nothing to time. It is then the first execution that
+    runs the float graph.
 
     Returns, raises: as `fastest_execution`.
     """

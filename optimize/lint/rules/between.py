@@ -37,9 +37,9 @@ def doubled(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("residual-in-float", "warning")
 def residuals(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """The shortcut of a residual sum between quantized layers is quantized. One addend may come from a layer as it is.
+    """The shortcut of a residual sum between quantized layers is quantized; one addend may come from a layer as it is.
 
-    "Quantize the residual input in skip-connections" (TensorRT, Q/DQ Layer-Placement Recommendations. Its TensorFlow
+    "Quantize the residual input in skip-connections" (TensorRT, Q/DQ Layer-Placement Recommendations; its TensorFlow
     toolkit's ``ResNetV1QDQCase``): the sum becomes part of the convolution that gives its other addend. With a shortcut
     in float that convolution gives floats, too.
     """

@@ -122,7 +122,7 @@ def _reach(graph: Graph, dequantizer: NodeProto) -> int:
 
 
 def _bounds(graph: Graph, quantizer: NodeProto) -> tuple[int, int] | None:
-    """The integers that the Clip of a quantizer cuts off at, behind it or before it, or None if there is no such Clip.
+    """The integers that the Clip of a quantizer cuts off at, behind it or before it; None if there is no such Clip.
 
     It is of uint8, whose ends they are where the Clip has no bound, which an infinite one is as well.
     """

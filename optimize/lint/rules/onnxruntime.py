@@ -94,7 +94,7 @@ def _steps(graph: Graph, node: NodeProto) -> Iterator[float]:
 
 
 def _border(graph: Graph, pool: NodeProto) -> NodeProto | None:
-    """The Pad whose zeros ONNX Runtime makes a pool's own border, or None if it does not."""
+    """The Pad whose zeros ONNX Runtime makes a pool's own border; None if it does not."""
     pad = graph.producer(pool)
     if pad is not None and pad.op_type == "Cast" and graph.alone(pad):
         pad = graph.producer(pad)

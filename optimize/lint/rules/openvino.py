@@ -314,7 +314,7 @@ def _divides(graph: Graph, floored: NodeProto, given: NodeProto) -> bool:
 
 
 def _norm(graph: Graph, node: NodeProto) -> tuple[int, NodeProto | None]:
-    """Which of its inputs a Clip or a Max takes a norm by, and the norm, or None if it takes none."""
+    """Which of its inputs a Clip or a Max takes a norm by, and the norm; None if it takes none."""
     for number in (0, 1) if node.op_type == "Max" else (0,):  # of a maximum either side may be the floor
         norm = graph.producer(node, number)
         if norm is not None and norm.op_type in ("ReduceL1", "ReduceL2"):

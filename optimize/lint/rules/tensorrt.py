@@ -1,6 +1,6 @@
 """Rules of TensorRT's ONNX parser that are not about quantizers: opset, operators, and where uint8 may stand.
 
-From onnx-tensorrt's docs/operators.md of TensorRT 10.15. That of 11.2 has the same range of opsets, and 11.5's release
+From onnx-tensorrt's docs/operators.md of TensorRT 10.15; that of 11.2 has the same range of opsets, and 11.5's release
 notes add 25.
 """
 
