@@ -28,8 +28,9 @@ HELD = (
     "CHANGELOG.md",
     "SECURITY.md",
     "docs/get-started.md",
+    "examples/README.md",
     "docs/guides/*.md",
-    *(f"docs/design/{name}.md" for name in ("pruning", "search")),
+    *(f"docs/design/{name}.md" for name in ("lowbit", "profiling", "pruning", "search")),
     *(
         f"docs/explanations/{name}.md"
         for name in (
