@@ -1,5 +1,5 @@
-"""Where a network comes from and what it wants to see.
+"""Finds a network and its preprocessing.
 
-In: a name, a file, a checkpoint. Does: finds, builds, loads, refuses with the reason.
-Out: a module with its weights, and its preprocessing.
+Input: a name, a file, a checkpoint. Does: finds, builds, loads, or refuses with the reason. Output: a module with its
+weights, and its preprocessing.
 """

@@ -1,7 +1,7 @@
-"""What a factory of the user's really builds, as a hash: what its code reads elsewhere is in no digest of the code.
+"""Hashes the network that a user's factory builds, because a digest of the code misses what the code reads elsewhere.
 
-A factory may read ``arch.json`` or a variable of the environment, and its network may do so when it runs. So the
-network is built and looked at: structure, plain attributes, values, and what it answers.
+A factory may read ``arch.json`` or an environment variable, and so may its network when it runs. So the network is
+built and examined: structure, plain attributes, values, and answers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from optimize.store.keys import make_key
 from serve.runtime.card.card import Preprocessing
 
 _IMAGES = 2  # a norm in training needs more than one value
-#: Decimals of an answer's largest number that count: threads add in another order, and their last digits differ.
+#: Significant decimals relative to an answer's largest number. Threads add in varying order, so that the last digits
+#: differ.
 _DIGITS = {torch.float64: 6, torch.float32: 3}
 
 
 def architecture_of(source: ModelSource, classes: int, preprocessing: Preprocessing) -> tuple[str, str]:
-    """What an architecture is known by in keys: the digest of its code, and the factory's name.
+    """Return the identity of an architecture in keys: the digest of its code, and the factory's name.
 
-    Of the user's own factory, with the digest of what it builds here: see `built_digest`. A library's is told by its
-    version.
+    For a user's own factory it includes the digest of what it builds here: see `built_digest`. A library's factory is
+    identified by the library's version.
 
     Raises:
         UserError: the factory does not build a module.
@@ -42,13 +43,13 @@ def architecture_of(source: ModelSource, classes: int, preprocessing: Preprocess
 
 
 def built_digest(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> str:
-    """SHA-256 over what a factory builds: structure, plain attributes, values of all tensors, and answers.
+    """Return the SHA-256 over a built module: structure, plain attributes, values of all tensors, and answers.
 
-    It is built twice, each time with the same random numbers. What differs between the two (its numbers come from
-    elsewhere, or it counts its copies) tells nothing of the next one, and is left out.
+    The module is built twice, each time with the same random numbers. A part that differs between the two (its numbers
+    come from elsewhere, or it counts its copies) says nothing about the next build, and is left out.
 
     Args:
-        build: the factory, with its arguments.
+        build: the factory with its arguments.
         shape: ``(C, H, W)`` of one input.
 
     Raises:
@@ -74,7 +75,7 @@ def _looked_at(module: nn.Module) -> dict[str, str | None]:
 
 
 def _told(digest: Callable[[], str]) -> str:
-    """A digest, or the kind of the error that there was: what is wrong with the network is said where it is used."""
+    """Return a digest, or the kind of the error. A fault of the network is reported where the network is used."""
     try:
         return digest()
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything
@@ -82,11 +83,11 @@ def _told(digest: Callable[[], str]) -> str:
 
 
 def _answers(module: nn.Module, shape: tuple[int, int, int]) -> str:
-    """What it answers to fixed images, with 64 bits where it computes with them, to as many digits as are sure."""
+    """Digest the answers to fixed images to the reliable digits, in 64 bits if the network can compute in them."""
     images = torch.rand((_IMAGES, *shape), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     try:
         return _answers_in(module.double(), images)
-    except Exception:  # noqa: BLE001 - it may make tensors of 32 bits on its way
+    except Exception:  # noqa: BLE001 - it may make 32-bit tensors internally
         return _answers_in(module.float(), images.float())
     finally:
         module.float()
@@ -100,14 +101,14 @@ def _answers_in(module: nn.Module, images: torch.Tensor) -> str:
     for answer in answered:
         values = answer.detach().double().numpy()
         largest = np.abs(values).max(initial=0.0) or 1.0
-        rounded = np.round(values / largest, _DIGITS[images.dtype]) + 0.0  # of -0.0, 0.0
+        rounded = np.round(values / largest, _DIGITS[images.dtype]) + 0.0  # turns -0.0 into 0.0
         digest.update(f"{answer.shape} {largest:.{_DIGITS[images.dtype]}g} ".encode())
         digest.update(rounded.tobytes())
     return digest.hexdigest()
 
 
 def _tensors(answer: Any) -> Iterator[torch.Tensor]:
-    """The tensors of what a network answers, in their order."""
+    """Yield the tensors of a network's answer in order."""
     if isinstance(answer, torch.Tensor):
         yield answer
     elif isinstance(answer, Mapping):
@@ -120,7 +121,7 @@ def _tensors(answer: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def _same_chance() -> Iterator[None]:
-    """The same random numbers each time, and afterwards those that there would have been."""
+    """Use the same random numbers in each block, and restore the generators afterwards."""
     before, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

@@ -1,7 +1,7 @@
-"""Trained weights: a file or a download → a checked state dict, and a state dict → a module, safely.
+"""Loads trained weights safely: from a file or a download to a checked state dict, and into a module.
 
-Nothing here runs code from a checkpoint unless the caller says that it is trusted. What the weights
-are loaded into is found by `optimize.models.source`.
+Code from a checkpoint runs only if the caller trusts it. `optimize.models.source` finds the module that the weights are
+loaded into.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from serve.runtime.errors import UserError, did_you_mean, first_line, listed
 
 WEIGHTS_KEY = "--weights-key"
 
-#: Where training scripts put averaged weights (timm, DeiT, ConvNeXt, YOLO, EMA classes of one's own).
+#: Where training scripts put averaged weights (timm, DeiT, ConvNeXt, YOLO, and users' own EMA classes).
 _AVERAGED = (
     "ema",
     "ema_state_dict",
@@ -34,12 +34,12 @@ _AVERAGED = (
     "ema_model_state_dict",
     "model_ema_state_dict",
 )
-#: Where they put the state dict, in order of preference.
+#: Where training scripts put the state dict, in order of preference.
 _HOLDERS = ("state_dict", "model", "model_state_dict", "module", "shadow", "net", "network", "weights", "params")
-#: What wrappers put before every name.
+#: Prefixes that wrappers add to every name.
 PREFIXES = ("module.", "_orig_mod.")
-_HEAD = 128  # bytes that tell what a file is
-#: How deep in dicts and lists weights are looked for, and in how long lists.
+_HEAD = 128  # bytes that identify a file's type
+#: The depth of dicts and lists in which weights are searched for, and the longest such list.
 _DEEPEST, _LONGEST = 4, 64
 
 
@@ -48,19 +48,19 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state dict in host memory, its floating-point tensors in float32.
+    """A state dict in host memory, with floating-point tensors in float32.
 
     Attributes:
         state: parameters and buffers by name, without wrappers' prefixes.
-        sha256: of the file they were read from.
-        info: plain numbers that stood beside the state dict, such as ``epoch`` or ``best_prec1``.
-        place: where in the file they lay, such as ``model_ema``; empty if they are the whole file, or if only the
-            network can tell.
-        notes: what a reader should know of the choice of that place.
+        sha256: SHA-256 of the file.
+        info: plain numbers beside the state dict, such as ``epoch`` or ``best_prec1``.
+        place: their place in the file, such as ``model_ema``. Empty if they are the whole file, or if only the network
+            can decide.
+        notes: remarks on the choice of that place.
         classes: lists of classes in the file, by their places, each in the order of the outputs.
-        others: the file's other state dicts by their place, as they lie there; see `cleaned`.
-        sure: whether ``state`` was the user's or the names' choice; if not, it is only the largest, and has its place
-            in ``others``, too.
+        others: the file's other state dicts by their place, unchanged; see `cleaned`.
+        sure: whether ``state`` was chosen by the user or by names. If not, it is only the largest, and its place is in
+            ``others`` too.
     """
 
     state: State
@@ -75,7 +75,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """A usable state dict, what is wrong with the tensors that are not in it, and the names of what is no tensor."""
+    """A usable state dict, the faults of tensors that were left out, and the names of values that are no tensors."""
 
     state: State
     faults: tuple[str, ...] = ()
@@ -85,25 +85,25 @@ class Cleaned:
 def read_checkpoint(
     path: Path, *, trust_pickle: bool = False, weights_key: str | None = None, home: types.ModuleType | None = None
 ) -> Checkpoint:
-    """Read a ``.pt``/``.pth``/``.th``/``.tar``/``.ckpt`` or ``.safetensors`` file that holds a state dict.
+    """Read a ``.pt``/``.pth``/``.th``/``.tar``/``.ckpt`` or ``.safetensors`` file that contains a state dict.
 
-    The state dict may be the whole file or lie anywhere in its dicts and lists. Where training scripts usually put it
-    (``state_dict``, ``model``, ``model_state_dict`` …) is looked at first, and averaged weights beside it (``ema``,
-    ``model_ema``, ``state_dict_ema`` …) go before it; of other places the network decides, see
-    `optimize.models.weight_matching`. The prefixes that wrappers add (``module.`` of DataParallel when every key has
-    it, ``_orig_mod.`` of ``torch.compile``) are taken off.
+    The state dict may be the whole file or anywhere in its dicts and lists. The usual places of training scripts
+    (``state_dict``, ``model``, ``model_state_dict`` …) are searched first. Averaged weights beside them (``ema``,
+    ``model_ema``, ``state_dict_ema`` …) take precedence. Between other places the network decides, see
+    `optimize.models.weight_matching`. The prefixes of wrappers are removed: ``module.`` of DataParallel if every key
+    has it, and ``_orig_mod.`` of ``torch.compile``.
 
     Args:
         path: the file.
-        trust_pickle: unpickle it without restriction, which runs whatever code the file asks for; a
-            whole pickled ``nn.Module`` is then accepted as well.
-        weights_key: which weights of the file to take: their place, such as ``model`` or ``state_dict_ema``, or
-            what the names of the wanted ones begin with, such as ``teacher.``; None chooses as said above.
-        home: where a trusted pickle's classes are looked for that cannot be imported by the name that it has.
+        trust_pickle: unpickle it without restriction, which runs whatever code the file contains. A whole pickled
+            ``nn.Module`` is then accepted too.
+        weights_key: which weights of the file to take: their place, such as ``model`` or ``state_dict_ema``, or the
+            prefix of their names, such as ``teacher.``. None chooses as above.
+        home: the module to search for classes of a trusted pickle that cannot be imported under their own names.
 
     Raises:
-        UserError: there is no such file, it is not a checkpoint, is broken, holds no state dict (none under
-            ``weights_key``), or needs more than plain tensors while ``trust_pickle`` is false.
+        UserError: the file does not exist, is not a checkpoint, is damaged, or contains no state dict (none under
+            ``weights_key``). Or it needs more than plain tensors while ``trust_pickle`` is false.
     """
     path = Path(path)
     if path.is_dir():
@@ -151,7 +151,7 @@ def read_checkpoint(
 
 
 def _another_kind(head: bytes) -> str | None:
-    """What a file is that somebody mistakes for its weights, by how it begins, and what to do; None for all others."""
+    """Identify a file that is often mistaken for its weights, and say what to do. None for others."""
     if head.startswith(b"version https://git-lfs"):
         return "a pointer of Git LFS and not the file itself; fetch that by `git lfs pull`"
     if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
@@ -182,7 +182,10 @@ def _refuse_torchscript(path: Path) -> None:
 
 
 def _states(content: Any, at: str = "", depth: int = 0) -> dict[str, State]:
-    """Every mapping from names to tensors by its place in a file: averaged weights first, then the usual places."""
+    """Find every mapping from names to tensors by its place in a file.
+
+    Averaged weights come first, then the usual places.
+    """
     if isinstance(content, nn.Module):
         return {at: content.state_dict()}
     if depth > _DEEPEST:
@@ -197,13 +200,13 @@ def _states(content: Any, at: str = "", depth: int = 0) -> dict[str, State]:
 
 
 def _entries(content: object) -> Iterator[tuple[str, object]]:
-    """What a dict or a list holds, by name or number; the usual names first."""
+    """Yield the entries of a dict or a list by name or number, the usual names first."""
     if isinstance(content, list | tuple):
         yield from ((str(number), value) for number, value in enumerate(content[:_LONGEST]))
     elif isinstance(content, Mapping):
         usual = (*_AVERAGED, *_HOLDERS)
         yield from ((name, content[name]) for name in usual if name in content)
-        # What a module saves of its own need not be tensors, and the state of an optimizer may be by parameters' names.
+        # A module's extra state may not be tensors, and an optimizer's state may use the parameters' names.
         yield from (
             (name, value)
             for name, value in content.items()
@@ -212,12 +215,12 @@ def _entries(content: object) -> Iterator[tuple[str, object]]:
 
 
 def _is_extra(name: str) -> bool:
-    """Whether a name of a state dict is what `nn.Module.get_extra_state` gave, of whatever type."""
+    """Return whether a name of a state dict comes from `nn.Module.get_extra_state`, which may have any type."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def _is_optimizer(value: object) -> bool:
-    """Whether a value is what `torch.optim.Optimizer.state_dict` gave."""
+    """Return whether a value comes from `torch.optim.Optimizer.state_dict`."""
     return isinstance(value, Mapping) and "param_groups" in value
 
 
@@ -230,7 +233,7 @@ def _is_averaged(place: str) -> bool:
 
 
 def _is_usual(place: str, state: Mapping[str, Any]) -> bool:
-    """Whether weights lie where training scripts put them, and nothing but weights."""
+    """Return whether weights are in a usual place of training scripts, with nothing else beside them."""
     parts = filter(None, place.split("."))
     return all(part in (*_AVERAGED, *_HOLDERS) for part in parts) and not any(
         isinstance(value, Mapping | list | tuple) and not _is_extra(name) for name, value in state.items()
@@ -244,11 +247,11 @@ def _rank(place: str, state: State) -> int:
 
 
 def _chosen(states: Mapping[str, State], content: object, path: Path) -> tuple[str, Cleaned, tuple[str, ...]]:
-    """Where the weights lie by themselves, they, and what a reader should know of the choice.
+    """Choose the weights without the network. Returns their place, the weights, and remarks on the choice.
 
-    Averaged weights are those that their training reported and meant to be used, so they go first, unless they lack
-    what the others have (averages of parameters alone have no batch-norm statistics). Where no place is a usual one it
-    is the largest that is not named after an optimizer.
+    Averaged weights are those that their training reported and meant to be used, so they take precedence. They do not
+    if they lack tensors that the others have: averages of parameters alone have no batch-norm statistics. If no place
+    is a usual one, the largest that is not named after an optimizer is chosen.
     """
     if not states:
         raise UserError(f"{path}: holds no state dict ({_outline(content)}); save model.state_dict()")
@@ -274,7 +277,7 @@ def _chosen(states: Mapping[str, State], content: object, path: Path) -> tuple[s
 
 
 def _asked_for(content: object, states: Mapping[str, State], wanted: str, path: Path) -> tuple[str, Cleaned]:
-    """The weights in the place that the user names, or those whose names begin with what the user names."""
+    """Return the weights at the place that the user names, or those whose names have that prefix."""
     if wanted in states:
         return wanted, cleaned(states[wanted])
     value = content
@@ -297,7 +300,7 @@ def _asked_for(content: object, states: Mapping[str, State], wanted: str, path: 
 
 
 def cleaned(found: State) -> Cleaned:
-    """Take wrappers' prefixes off and make every tensor plain, on the host, in float32 if it is floating."""
+    """Remove wrappers' prefixes, and make every tensor plain, on the host, and in float32 if it is floating."""
     metadata = getattr(found, "_metadata", None)
     tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
     left = tuple(key for key in found if key not in tensors)
@@ -307,7 +310,7 @@ def cleaned(found: State) -> Cleaned:
         state = {key.removeprefix(prefix): value for key, value in state.items()}
         if isinstance(metadata, Mapping):
             metadata = {key.removeprefix(prefix): value for key, value in metadata.items() if key + "." != prefix}
-    # A compiled child leaves its mark in the middle of a name; no module's own name contains it.
+    # A compiled child leaves its mark in the middle of a name. No module's own name contains it.
     marked = {key.replace("_orig_mod.", ""): value for key, value in state.items()}
     clean: OrderedDict[str, torch.Tensor] = OrderedDict()
     faults = []
@@ -318,7 +321,7 @@ def cleaned(found: State) -> Cleaned:
         value = value.detach()  # noqa: PLW2901 - parameters become plain tensors
         try:
             clean[key] = value.to(torch.float32) if value.is_floating_point() else value
-        except (NotImplementedError, RuntimeError):  # of 4 bits, two in a byte (torch 2.14)
+        except (NotImplementedError, RuntimeError):  # 4 bits, two in a byte (torch 2.14)
             faults.append(f"{key} is of {str(value.dtype).removeprefix('torch.')}, which torch does not convert")
     if isinstance(metadata, Mapping):
         clean._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
@@ -326,7 +329,7 @@ def cleaned(found: State) -> Cleaned:
 
 
 def _unfit(value: torch.Tensor) -> str | None:
-    """Of what kind a tensor is that holds no plain numbers; None for those that do."""
+    """Return the kind of a tensor without plain numbers. None for a plain tensor."""
     if value.is_quantized:
         return "quantized"
     if value.is_meta:

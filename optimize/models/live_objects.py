@@ -1,8 +1,8 @@
-"""What live objects depend on, as a hash: the code that they run, and the values that they hold.
+"""Hashes live objects: the code that they run, and the values that they contain.
 
-For what was made in a notebook or a script, whose code may have no file of its own: modules, passes, observers. Code
-counts as compiled, so that comments and line numbers do not matter, with the functions, classes and values that it
-refers to. What is installed counts by its version, what is of this project by its sources.
+It is for modules, passes and observers from a notebook or a script, whose code may have no file. Code counts in
+compiled form, so that comments and line numbers do not matter, with the functions, classes and values that it refers
+to. Installed packages count by their version, this project by its sources.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from optimize.models.neighbour_modules import found_in, is_installed, of_file, o
 from optimize.store.sources import PROJECT, source_digest
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-#: What `nn.Module` keeps beside what a class of the user's sets; hooks are told apart by their names.
+#: Attributes of every `nn.Module` besides those of a user's class. Hooks are recognised by their names.
 _BOOKKEEPING = frozenset(vars(nn.Module()))
-#: What `fx.GraphModule` makes of its graph.
+#: Attributes that `fx.GraphModule` derives from its graph.
 _OF_GRAPHS = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - {"_graph"}
-#: Members of a class that say nothing of what it does, or say it by the class's address, as pydantic's (2.12) do.
+#: Members of a class that do not describe its behaviour, or contain the class's address, as pydantic's (2.12) do.
 _NAMELESS = re.compile(
     r"__(module|doc|dict|weakref|firstlineno|static_attributes|signature|class_vars|pydantic_\w+)__|_abc_impl"
 )
-#: What functools.cache makes of a function.
+#: The type of functions wrapped by functools.cache.
 _CACHED = type(functools.cache(len))
-#: Of code that runs as a program no module can be imported again.
+#: A module that runs as a program cannot be imported again.
 _MAIN = ("__main__", "__mp_main__")
 
 
 def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over names, types, shapes and values."""
+    """Return the SHA-256 over names, types, shapes and values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}\0{tensor.dtype}{tuple(tensor.shape)}\0".encode())
@@ -55,12 +55,12 @@ def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def live_digest(*values: object, home: str = "") -> str:
-    """SHA-256 over functions, classes or values, and all that they refer to: equal in each process of equal code.
+    """Return the SHA-256 over functions, classes or values, and all that they refer to. Equal code gives equal hashes.
 
     Args:
-        values: what to look at.
-        home: a module whose package counts by its code, where it is installed, too: it may be installed anew with the
-            version that it had.
+        values: the objects.
+        home: a module whose package counts by its code even if it is installed, because it may be reinstalled with the
+            same version.
     """
     walk = _Walk(home=home.partition(".")[0])
     for value in values:
@@ -69,7 +69,7 @@ def live_digest(*values: object, home: str = "") -> str:
 
 
 def module_digest(module: nn.Module) -> str:
-    """SHA-256 over a module's code, structure and attributes, without its parameters and persistent buffers."""
+    """Return the SHA-256 over a module's code, structure and attributes, without parameters and persistent buffers."""
     names: dict[nn.Module, str] = {}
     for name, part in module.named_modules():
         names[part] = name
@@ -98,10 +98,10 @@ def module_digest(module: nn.Module) -> str:
 
 
 class _Walk:
-    """Takes everything that is met into one hash, each object once and in the order in which they are met.
+    """Hashes everything that it meets, each object once and in the order of meeting.
 
     Args:
-        parts: the modules that are walked by their names; others count with their weights.
+        parts: the modules of the walk by name. Others count with their weights.
         home: the outermost package that never counts by its version.
     """
 
@@ -109,9 +109,9 @@ class _Walk:
         self._digest = hashlib.sha256(f"python {sys.version_info[:2]}".encode())
         self._parts = parts or {}
         self._home = home
-        # As which it was met; holds the objects, so that no id is given twice.
+        # The number of each object. Keeps the objects alive, so that no id is used twice.
         self._met: dict[int, tuple[int, object]] = {}
-        self._waiting: deque[Any] = deque()  # and not a recursion: what is linked may be linked a thousand times
+        self._waiting: deque[Any] = deque()  # not a recursion, because objects may be linked a thousand times
         self._modules: set[str] = set()
         self._project: set[str] = set()
 
@@ -125,7 +125,7 @@ class _Walk:
         return self._digest.hexdigest()
 
     def value(self, value: Any) -> None:
-        """A value that code or an object holds."""
+        """Hash a value that code or an object contains."""
         if isinstance(value, _PLAIN):
             self.say(f"{type(value).__name__} {value!r}")
         elif isinstance(value, enum.Enum):
@@ -135,7 +135,7 @@ class _Walk:
             self.say(tensors_digest({"": value}))
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
             self.say(f"{value.dtype}{value.shape}{hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()}")
-        elif type(value) in (tuple, frozenset):  # whether equal ones are the same is the compiler's choice
+        elif type(value) in (tuple, frozenset):  # whether equal ones are the same object is the compiler's choice
             self._items(value)
         elif isinstance(value, CodeType):
             self._code(value)
@@ -178,7 +178,7 @@ class _Walk:
             self._object(value)
 
     def _object(self, value: Any) -> None:
-        """Any other object: its class, and what it is pickled with; what refuses that counts by its attributes."""
+        """Hash any other object: its class and its pickle state, or its attributes if it refuses to be pickled."""
         named = getattr(value, "__qualname__", "")
         self.say(f"{type(value).__module__}.{type(value).__qualname__} {named}")
         if (known := _known(value)) is not None:
@@ -189,12 +189,12 @@ class _Walk:
             try:
                 reduce = copyreg.dispatch_table.get(type(value))
                 made = reduce(value) if reduce else value.__reduce_ex__(4)
-            except Exception:  # noqa: BLE001 - a lock, a file; whatever a class of the user's raises
+            except Exception:  # noqa: BLE001 - a lock, a file, or whatever a user's class raises
                 made = (type(value), getattr(value, "__dict__", None))
             self._items([list(part) if isinstance(part, Iterator) else part for part in made])
 
     def _class(self, kind: type) -> None:
-        """A class, its bases, and what their methods refer to."""
+        """Hash a class, its bases, and what their methods refer to."""
         for base in kind.__mro__:
             self.say(f"class {base.__qualname__}")
             if self._covered(base.__module__):
@@ -232,11 +232,11 @@ class _Walk:
         for name in _named(function.__code__, "IMPORT_NAME"):
             self._module(name)
             if _is_projects(name):
-                with contextlib.suppress(ImportError):  # the code that imports it will say so
+                with contextlib.suppress(ImportError):  # the importing code will report it
                     self._taken(importlib.import_module(name), attributes)
 
     def _taken(self, module: object, attributes: frozenset[str]) -> None:
-        """What code takes of a module of this project, which may be its home to no more than its name (`optimize`)."""
+        """Hash what code uses of a module of this project, which may only re-export the name (`optimize`)."""
         if not isinstance(module, ModuleType) or not _is_projects(module.__name__):
             return
         for name in sorted(attributes.intersection(dir(module))):
@@ -251,17 +251,17 @@ class _Walk:
         self._items(code.co_consts)
 
     def _module(self, name: str) -> None:
-        """A Python module: of the user's own its file and what it imports."""
+        """Hash a Python module: for a user's own, its file and what it imports."""
         if self._covered(name) or name in self._modules or name in _MAIN:
             return
         self._modules.add(name)
         file = getattr(sys.modules.get(name), "__file__", None)
-        with contextlib.suppress(OSError, ModuleNotFoundError):  # of what has no file, the code alone counts
+        with contextlib.suppress(OSError, ModuleNotFoundError):  # without a file, only the code counts
             found = of_file(Path(file)) if file and not found_in(name.partition(".")[0]) else of_module(name)
             self.say(found.fingerprint)
 
     def _covered(self, name: str | None) -> bool:
-        """Whether a module is installed, whose version is then said, or of this project, whose sources count."""
+        """Return whether a module counts by its version (installed) or by its sources (of this project)."""
         top = (name or "builtins").partition(".")[0]
         if name and _is_projects(name):
             self._project.add(name)
@@ -271,7 +271,7 @@ class _Walk:
         if top in sys.stdlib_module_names:
             return True
         file = getattr(sys.modules.get(top), "__file__", None)
-        places = [Path(file).resolve()] if file else found_in(top)  # it need not be imported yet
+        places = [Path(file).resolve()] if file else found_in(top)  # it may not be imported yet
         if not places or not all(map(is_installed, places)):
             return False
         self.say(f"{top} {version_of(top)}")
@@ -283,7 +283,7 @@ def _is_projects(module: str) -> bool:
 
 
 def _known(value: Any) -> str | None:
-    """What an object of this project knows itself to be known by: data by its fingerprint, an artifact by its key."""
+    """Return the identity that an object of this project has: the fingerprint of data, the key of an artifact."""
     if not _is_projects(type(value).__module__):
         return None
     words = (getattr(value, "fingerprint", None), getattr(getattr(value, "artifact", value), "key", None))
@@ -297,12 +297,12 @@ def _bare(member: Any) -> Any:
 
 
 def _placeless(item: object) -> str:
-    """A sorting key of what is in a set: how it shows itself, without its address."""
+    """Return a sorting key for a member of a set: its representation without its address."""
     return f"{type(item).__qualname__} {re.sub(' at 0x[0-9a-f]+', '', repr(item))}"
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Code and the code inside of it."""
+    """Yield code and the code inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -310,11 +310,11 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _named(code: CodeType, *operations: str) -> list[str]:
-    """The names that these operations of code have, each once, in their order."""
+    """Return the names that these operations of code use, each once, in order."""
     steps = (step for each in _codes(code) for step in dis.get_instructions(each))
     return list(dict.fromkeys(step.argval for step in steps if step.opname in operations))
 
 
 def _attributes(code: CodeType) -> frozenset[str]:
-    """All names that code may take of an object."""
+    """Return all attribute names that code may use."""
     return frozenset(name for each in _codes(code) for name in each.co_names)

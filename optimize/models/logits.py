@@ -1,8 +1,10 @@
-"""A network of any kind of answer → one that gives logits ``(N, classes)``: what trains, quantizes and serves.
+"""Turns a network with any kind of answer into one that returns logits ``(N, classes)``.
 
-A forward may give a tuple, a dict or a record with its logits in it, and it may end in a softmax or a sigmoid. Both are
-found out by running it. Its class is then replaced by a subclass, as `torch.nn.utils.parametrize` does, so that all
-names of its layers stay.
+Training, quantizing and serving need logits.
+
+A forward may return a tuple, a dict or a record with its logits, and it may end in a softmax or a sigmoid. Both are
+detected by running it. The network's class is then replaced by a subclass, as `torch.nn.utils.parametrize` does, so
+that all names of its layers stay.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from serve.runtime.errors import UserError, one_line
 
-#: What a network's numbers are: logits, or what a softmax, its logarithm or a sigmoid makes of them.
+#: What a network returns: logits, or the result of a softmax, a log-softmax or a sigmoid.
 Ending = Literal["logits", "softmax", "log-softmax", "sigmoid"]
 
-#: How an answer is told to a reader.
+#: The description of each ending for a reader.
 ENDINGS: Mapping[Ending, str] = {
     "softmax": "the network ends in a softmax: its logits are taken, and its probabilities are served as they are",
     "log-softmax": "the network ends in a log-softmax, whose answers are logits, too",
@@ -33,11 +35,11 @@ ENDINGS: Mapping[Ending, str] = {
 #: One step from an answer to its tensor: an item or an attribute, and its name or number.
 _Step = tuple[Literal["item", "attribute"], Any]
 
-#: How far sums of probabilities in float32 are off.
+#: The largest error of a sum of probabilities in float32.
 _SUM = 1e-3
-#: What the last weights are multiplied by, to see whether it is they that keep answers within [0, 1].
+#: Factors for the last weights, to see whether answers stay within [0, 1] only because of the weights.
 _FACTORS = (1e3, -1e3)
-#: Of probabilities whose logits are not at hand: log(p) from -80, log(p / (1 - p)) up to 16; also in half precision.
+#: Bounds for probabilities without known logits: log(p) from -80, log(p / (1 - p)) up to 16, also in half precision.
 _LEAST, _MOST, _TINY, _NEXT_TO_ONE = -80.0, 16.0, 1e-35, 6e-8
 _ACTIVATIONS: Mapping[Ending, frozenset[Any]] = {
     "softmax": frozenset(
@@ -50,7 +52,7 @@ _ACTIVATIONS: Mapping[Ending, frozenset[Any]] = {
 
 
 def materialised(module: nn.Module, shape: tuple[int, int, int]) -> nn.Module:
-    """Give lazy layers their shapes, by a batch of empty images ``(2, *shape)``; the mode stays.
+    """Give lazy layers their shapes with a batch of empty images ``(2, *shape)``. The mode stays.
 
     Raises:
         UserError: the forward fails on it.
@@ -68,20 +70,20 @@ def materialised(module: nn.Module, shape: tuple[int, int, int]) -> nn.Module:
 
 
 def with_one_tensor(module: nn.Module, shape: tuple[int, int, int]) -> nn.Module:
-    """A network that gives a tensor, where its forward gives a tuple, a dict or a record that holds one.
+    """Make a network return one tensor if its forward returns a tuple, a dict or a record that contains one.
 
-    The only tensor is taken, or that which is called ``logits``. A forward that fails is left as it is.
+    The only tensor is taken, or the one called ``logits``. A forward that fails is left unchanged.
 
     Args:
         module: its class is changed in place.
         shape: ``(C, H, W)`` of an image.
 
     Raises:
-        UserError: there are several tensors, and none is called so; all are named with their shapes.
+        UserError: there are several tensors, and none is called ``logits``. The message names all with their shapes.
     """
     try:
         answer = _answer(module, torch.zeros(2, *shape))
-    except Exception:  # noqa: BLE001 - whoever uses it says what is wrong with it
+    except Exception:  # noqa: BLE001 - the caller reports the fault
         return module
     if isinstance(answer, torch.Tensor):
         return module
@@ -99,7 +101,7 @@ def with_one_tensor(module: nn.Module, shape: tuple[int, int, int]) -> nn.Module
 
 
 def _answer(module: nn.Module, images: torch.Tensor) -> Any:
-    """What a network gives in eval mode; the mode and the random numbers stay as they are."""
+    """Return a network's answer in eval mode. The mode and the random numbers are restored."""
     training = [(part, part.training) for part in module.modules()]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -110,11 +112,11 @@ def _answer(module: nn.Module, images: torch.Tensor) -> Any:
 
 
 def _tensors(answer: Any, steps: tuple[_Step, ...] = ()) -> Iterator[tuple[tuple[_Step, ...], torch.Tensor]]:
-    """Each tensor of an answer with the way to it."""
+    """Yield each tensor of an answer with the steps to it."""
     entries: list[tuple[_Step, Any]] = []
     if isinstance(answer, torch.Tensor):
         yield steps, answer
-    elif isinstance(answer, Mapping):  # Hugging Face's ModelOutput is one, too
+    elif isinstance(answer, Mapping):  # including Hugging Face's ModelOutput
         entries = [(("item", key), value) for key, value in answer.items()]
     elif dataclasses.is_dataclass(answer):
         entries = [(("attribute", field.name), getattr(answer, field.name)) for field in dataclasses.fields(answer)]
@@ -143,7 +145,7 @@ def _taken(forward: Callable[..., Any], steps: tuple[_Step, ...]) -> Callable[..
 
 
 class _Held(nn.Module):
-    """Holds a graph module, whose own class is written anew with each of its changes."""
+    """Wraps a graph module, whose own class is generated again with each of its changes."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__()
@@ -154,18 +156,18 @@ class _Held(nn.Module):
 
 
 def _replaced(module: nn.Module, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> nn.Module:
-    """The module with another forward, made of that of its class."""
+    """Give the module another forward, which is made from that of its class."""
     if isinstance(module, fx.GraphModule):
         module = _Held(module)
     kind = type(module)
     forward = change(_forward_of(module))
-    # Only images go in, as the forward of a subclass shows to whoever traces it.
+    # Only images are arguments, and the subclass's forward shows that to a tracer.
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
     return module
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """The forward of a module as a function of itself and the images: its class's, or what was put in its place."""
+    """Return a module's forward as a function of itself and the images: its class's, or a replacement of it."""
     own = vars(module).pop("forward", None)
     if own is None:
         return type(module).forward
@@ -175,19 +177,19 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def ending_of(module: nn.Module, images: torch.Tensor) -> Ending:
-    """What a network's answers are, measured.
+    """Find out by measurement what a network's answers are.
 
-    Those of a softmax are at least 0 and sum to one, and of those of a log-softmax the exponentials do. Those of a
-    sigmoid are within [0, 1], also where the last weights are a thousand times as large.
+    Answers of a softmax are at least 0 and sum to one. For a log-softmax their exponentials do. Answers of a sigmoid
+    are within [0, 1], even if the last weights are a thousand times as large.
 
     Args:
-        module: gives ``(N, classes)``; in eval mode.
+        module: returns ``(N, classes)``, in eval mode.
         images: several real ones, ``float32 (N, C, H, W)``, normalised.
     """
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             answers = module(images)
-    except Exception:  # noqa: BLE001 - whoever uses it says what is wrong with it
+    except Exception:  # noqa: BLE001 - the caller reports the fault
         return "logits"
     if not isinstance(answers, torch.Tensor) or answers.ndim != 2 or not answers.isfinite().all():
         return "logits"
@@ -207,7 +209,7 @@ def _within(answers: torch.Tensor) -> bool:
 
 
 def _stays_within(module: nn.Module, images: torch.Tensor, answers: torch.Tensor) -> bool:
-    """Whether answers stay within [0, 1] whatever the weights of the last layer are: logits can be there by chance."""
+    """Return whether answers stay within [0, 1] for any weights of the last layer. Logits can be there by chance."""
     last: list[str] = []
     hooks = [
         layer.register_forward_hook(lambda *_, name=name: last.append(name))
@@ -234,13 +236,13 @@ def _stays_within(module: nn.Module, images: torch.Tensor, answers: torch.Tensor
 
 
 def giving_logits(module: nn.Module, ending: str) -> nn.Module:
-    """A network that gives the logits that its probabilities are made of; its class is changed in place.
+    """Make a network return the logits of its probabilities. Its class is changed in place.
 
-    Where its last step is a softmax or a sigmoid, what that is given is taken, in eager mode and in a trace. Else the
-    logarithm of the probabilities is.
+    If its last step is a softmax or a sigmoid, the input of that step is returned, in eager mode and in a trace.
+    Otherwise it is the logarithm of the probabilities.
 
     Args:
-        module: gives ``(N, classes)``.
+        module: returns ``(N, classes)``.
         ending: see `ending_of`.
     """
     if ending == "softmax":
@@ -251,7 +253,7 @@ def giving_logits(module: nn.Module, ending: str) -> nn.Module:
 
 
 def _log(probabilities: torch.Tensor) -> torch.Tensor:
-    # Twice: before it for the gradient, behind it for half precision, where the first bound is 0.
+    # Clamped twice: first for the gradient, then for half precision, where the first bound is 0.
     return probabilities.clamp_min(_TINY).log().clamp_min(_LEAST)
 
 
@@ -261,7 +263,7 @@ def _log_odds(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 class _Heard(TorchFunctionMode):
-    """Remembers what the last call of an activation was given, and what it gave."""
+    """Records the input and the output of the last call of an activation."""
 
     def __init__(self, functions: frozenset[Any]) -> None:
         super().__init__()
@@ -294,7 +296,7 @@ def _before(
 
 
 def _given_in_graph(answer: fx.Proxy, functions: frozenset[Any]) -> Any:
-    """What the activation is given whose node a traced answer is; None where it is another's."""
+    """Return the input of the activation that produced a traced answer. None if another node did."""
     node = answer.node
     if node.op == "call_module":
         root: Any = answer.tracer.root  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A name → a `ModelSource`: torchvision's classifiers, timm's, or the user's own code; and weights by name."""
+"""Resolves a name to a `ModelSource`: torchvision's, timm's, or the user's own code. Finds named weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from optimize.models.torchvision import torchvision_source
 from optimize.models.user_models import user_source
 from serve.runtime.errors import UserError
 
-#: How files of weights end.
+#: The endings of files of weights.
 _WEIGHTS = (".pt", ".pth", ".ckpt", ".th", ".tar", ".safetensors", ".bin")
 
 
@@ -17,8 +17,8 @@ def resolve_model(reference: str) -> ModelSource:
     """Find a model by a torchvision name, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``.
 
     Raises:
-        UserError: there is no such model (the nearest names are suggested), file, module or factory, or
-            the user's module does not import.
+        UserError: the model (the nearest names are suggested), file, module or factory does not exist, or the user's
+            module cannot be imported.
     """
     if reference.startswith(timm.PREFIX):
         return timm.timm_source(reference.removeprefix(timm.PREFIX))
@@ -40,11 +40,11 @@ def resolve_model(reference: str) -> ModelSource:
 
 
 def with_named_weights(source: ModelSource, weights: str) -> tuple[ModelSource, Checkpoint]:
-    """The library's own weights called ``weights``, and ``source`` with the preprocessing that they want.
+    """Return ``source`` with the preprocessing of the library's weights ``weights``, and these weights.
 
     Raises:
-        UserError: the model has no weights by name, there are none of this name, or they are not on this machine
-            and cannot be downloaded.
+        UserError: the model has no named weights, or none of this name, or they cannot be downloaded and are not on
+            this machine.
     """
     if source.origin == "timm":
         raise timm.refuse_named_weights(source)
@@ -54,5 +54,5 @@ def with_named_weights(source: ModelSource, weights: str) -> tuple[ModelSource, 
 
 
 def with_checkpoint(source: ModelSource, checkpoint: Checkpoint) -> ModelSource:
-    """``source`` with the preprocessing that ``checkpoint`` wants, if it is one of the library's own files."""
+    """Return ``source`` with the preprocessing of ``checkpoint``, if it is one of the library's own files."""
     return torchvision.recognised(source, checkpoint.sha256) if source.origin == "torchvision" else source

@@ -1,4 +1,4 @@
-"""A live ``nn.Module`` as a model source and a checkpoint: what it was when it was given, whatever becomes of it."""
+"""A live ``nn.Module`` as a model source and a checkpoint, unaffected by later changes of the module."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from serve.runtime.errors import UserError, one_line
 
 
 def module_source(module: nn.Module) -> tuple[ModelSource, Checkpoint]:
-    """What `resolve_model` and `read_checkpoint` give, of a module that is there already.
+    """Return a source and a checkpoint for an existing module.
 
-    The module is copied at once and stays as it is. The copy is on the CPU, in float32 and eval mode; wrappers of
-    ``torch.compile`` and of data parallelism are taken off. Its preprocessing is what the Python module of its class
-    declares as ``PREPROCESSING``, or timm's configuration where timm made it.
+    The module is copied at once and not changed. The copy is on the CPU, in float32 and eval mode, without the wrappers
+    of ``torch.compile`` and data parallelism. Its preprocessing is the ``PREPROCESSING`` of the Python module of its
+    class, or timm's configuration if timm made it.
 
     Returns:
-        A source whose ``build`` gives copies with the weights (``num_classes`` and ``image_size`` are the module's
-        own), whose fingerprint changes with code, structure and plain attributes; and the weights.
+        A source whose ``build`` returns copies with the weights, and the weights. ``num_classes`` and ``image_size``
+            are the module's own. The fingerprint changes with code, structure and plain attributes.
 
     Raises:
-        UserError: it is no eager module, has parameters without values, or cannot be copied.
+        UserError: it is not an eager module, has parameters without values, or cannot be copied.
     """
     given = innermost(module)
     if isinstance(given, torch.jit.ScriptModule):
@@ -48,7 +48,7 @@ def module_source(module: nn.Module) -> tuple[ModelSource, Checkpoint]:
         own = copy.deepcopy(module)
         unwrapped(own)
         own = own.cpu().float().eval()
-    except Exception as error:  # noqa: BLE001 - whatever the module holds may refuse to be copied
+    except Exception as error:  # noqa: BLE001 - anything in the module may refuse to be copied
         raise UserError(f"{name}: cannot be copied: {one_line(error)}") from None
     for parameter in own.parameters():
         parameter.grad = None

@@ -1,7 +1,7 @@
-"""The user's module and those of its neighbours that it imports: found by reading, imported, and hashed together.
+"""Finds the user's module and the neighbours that it imports, imports them, and hashes them together.
 
-Nothing is run to find them. What is installed (site-packages, the standard library) is neither read nor ever hidden
-by a neighbour of the same name.
+They are found without running code. Installed packages (site-packages, the standard library) are not read, and a
+neighbour of the same name never hides them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _INSTALLED = tuple(
 
 @dataclass(frozen=True)
 class Neighbourhood:
-    """A module of the user's and what it imports of its own code, in turn.
+    """A user's module and what it imports of the user's own code, recursively.
 
     Attributes:
         name: the name that the module is imported by.
-        files: file of each module by name, the module's own included.
-        folders: where its absolute imports are looked for, after everything that is installed.
-        alias: name and folder of a package that is made for its relative imports, because the folder is no package
-            or its name is taken by an installed one; None where there is no need.
+        files: file of each module by name, including the module's own.
+        folders: where its absolute imports are searched for, after everything that is installed.
+        alias: name and folder of a package that is created for its relative imports, if the folder is not a package or
+            an installed one has its name. None if it is not needed.
     """
 
     name: str
@@ -51,53 +51,53 @@ class Neighbourhood:
 
     @property
     def file(self) -> Path:
-        """The module's own file."""
+        """Return the module's own file."""
         return self.files[self.name]
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the code, comments apart, and the names that it is imported by, wherever it lies.
+        """Return the SHA-256 over the code without comments, and the names that it is imported by, in any folder.
 
-        And over the versions of what it imports that is installed.
+        It also covers the versions of the installed packages that it imports.
         """
         digest = hashlib.sha256()
         for top in self._foreign():
             if version := version_of(top):
                 digest.update(f"{top} {version}\0".encode())
-        private = self.alias[0] if self.alias else ""  # holds the path
+        private = self.alias[0] if self.alias else ""  # contains the path
         for name, path in sorted(self.files.items()):
             public = "" if name == self.name else name.removeprefix(private)
             digest.update(f"{public}\0{_code_digest(path)}\0".encode())
         return digest.hexdigest()
 
     def _foreign(self) -> list[str]:
-        """First names of what it imports that is not its own, and neither Python's nor this project's."""
+        """Return the top-level names of its imports that are not its own, Python's or this project's."""
         found: set[str] = set()
         for name, path in self.files.items():
-            with contextlib.suppress(ImportError):  # importing it will say so
+            with contextlib.suppress(ImportError):  # importing it will report the error
                 found |= {entry.partition(".")[0] for entry in _imports(name, path)}
         return sorted(found - self.tops - sys.stdlib_module_names - {*PROJECT})
 
     @property
     def tops(self) -> set[str]:
-        """First parts of the modules' names."""
+        """The first parts of the modules' names."""
         return {name.partition(".")[0] for name in self.files}
 
     def new(self, before: set[str]) -> list[str]:
-        """Modules of these packages that were imported since ``sys.modules`` had the names ``before``."""
+        """Return the modules of these packages that were imported since ``sys.modules`` had the names ``before``."""
         tops = self.tops
         return [name for name in sys.modules if name not in before and name.partition(".")[0] in tops]
 
     def contents(self) -> dict[str, tuple[Path, str]]:
-        """File and SHA-256 of each module as it is now."""
+        """Return file and SHA-256 of each module at present."""
         return {name: (path, sha256_file(path)) for name, path in self.files.items()}
 
 
 def of_file(path: Path) -> Neighbourhood:
-    """The neighbourhood of a file, in the package that it lies in.
+    """Return the neighbourhood of a file, in the package that contains it.
 
     Its package is found by the ``__init__.py`` above it, and further up by its relative imports. Absolute imports are
-    looked for where Python does, then in its folder and in each folder above.
+    searched for where Python does, then in its folder and in each folder above.
 
     Raises:
         OSError: a file cannot be read.
@@ -108,14 +108,14 @@ def of_file(path: Path) -> Neighbourhood:
     for levels in range(depth, len(path.parents)):
         with contextlib.suppress(ImportError):  # a relative import leads further up
             return _in_package(path, levels) if levels else _alone(path)
-    return Neighbourhood(_private(path), {_private(path): path})  # importing it will say what is wrong
+    return Neighbourhood(_private(path), {_private(path): path})  # importing it will report the error
 
 
 def of_module(name: str) -> Neighbourhood:
-    """The neighbourhood of a module that Python finds by itself; of an installed one its own file only.
+    """Return the neighbourhood of a module that Python itself finds. For an installed one it is only its own file.
 
     Raises:
-        ModuleNotFoundError: there is no such module, or it has no file.
+        ModuleNotFoundError: the module does not exist, or has no file.
         OSError: a file cannot be read.
     """
     importlib.invalidate_caches()
@@ -130,10 +130,10 @@ def of_module(name: str) -> Neighbourhood:
 
 
 def import_module(neighbourhood: Neighbourhood) -> ModuleType:
-    """Import the module, anew if it or one of its neighbours has changed since it was imported here.
+    """Import the module, again if it or one of its neighbours has changed since its last import here.
 
     Raises:
-        Exception: whatever the module raises.
+        Exception: any exception of the module.
     """
     now = neighbourhood.contents()
     if any(_imported.get(name, content) != content for name, content in now.items()):
@@ -153,16 +153,16 @@ def import_module(neighbourhood: Neighbourhood) -> ModuleType:
         raise
 
 
-#: What was imported here, and from which file with which SHA-256 (None for a package without a file).
+#: Modules imported here, with their file and its SHA-256 (None for a package without a file).
 _imported: dict[str, tuple[Path, str] | None] = {}
 
 
 @contextlib.contextmanager
 def running(neighbourhood: Neighbourhood) -> Iterator[None]:
-    """Let the neighbours be found by imports, after everything else, and remember what is imported of them.
+    """Let imports find the neighbours, after everything else, and record which of them are imported.
 
-    Nothing compiled is left beside them: Python takes it for a file's own by its size and the second in which it was
-    written, so that a file that was changed within that second would run as it was.
+    No compiled files are written beside them. Python matches these by the source's size and the second of its change,
+    so that a file changed again within that second would run in its old version.
     """
     importlib.invalidate_caches()
     kept, sys.dont_write_bytecode = sys.dont_write_bytecode, True
@@ -194,7 +194,7 @@ def _import(neighbourhood: Neighbourhood) -> ModuleType:
 
 
 def _execute(name: str, path: Path, folder: Path | None) -> ModuleType:
-    """A module of that name from that file; a package of ``folder``, whose file may be missing."""
+    """Execute a module of that name from that file, or a package of ``folder``, whose file may be missing."""
     locations = [str(folder)] if folder is not None else None
     if folder is not None and not path.is_file():
         spec: importlib.machinery.ModuleSpec | None = importlib.machinery.ModuleSpec(name, None, is_package=True)
@@ -212,16 +212,19 @@ def _execute(name: str, path: Path, folder: Path | None) -> ModuleType:
 
 
 def _code_digest(path: Path) -> str:
-    """SHA-256 of a Python source without its comments, which must not cost a training; of any other file's bytes."""
+    """Return the SHA-256 of a Python source without its comments, or of another file's bytes.
+
+    A comment must not cause another training.
+    """
     content = path.read_bytes()
     if path.suffix == ".py":
-        with contextlib.suppress(SyntaxError, tokenize.TokenError, ValueError):  # importing it will say so
+        with contextlib.suppress(SyntaxError, tokenize.TokenError, ValueError):  # importing it will report the error
             content = without_comments(content)
     return hashlib.sha256(content).hexdigest()
 
 
 def _private(path: Path) -> str:
-    """A module's name that nothing else has, and that depends only on the path."""
+    """Return a unique module name that depends only on the path."""
     stem = re.sub(r"[^A-Za-z0-9_]", "_", path.stem)
     return f"optimize_user_{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
@@ -231,14 +234,14 @@ def _is_private(name: str) -> bool:
 
 
 def _alone(path: Path) -> Neighbourhood:
-    """A file that lies in no package and imports nothing relative to one."""
+    """Return the neighbourhood of a file that is in no package and has no relative imports."""
     name = _private(path)
     files, folders = _followed({name: path}, {}, path.parents)
     return Neighbourhood(name, files, tuple(dict.fromkeys([path.parent, *folders])))
 
 
 def _in_package(path: Path, levels: int) -> Neighbourhood:
-    """A file whose outermost package is the folder ``levels`` above it."""
+    """Return the neighbourhood of a file whose outermost package is the folder ``levels`` above it."""
     top = path.parents[levels - 1]
     inner = [folder.name for folder in reversed(path.parents[: levels - 1])]
     places = found_in(top.name)
@@ -253,12 +256,12 @@ def _in_package(path: Path, levels: int) -> Neighbourhood:
 def _followed(
     files: Mapping[str, Path], known: Mapping[str, Path], search: Sequence[Path]
 ) -> tuple[dict[str, Path], list[Path]]:
-    """``files`` and what they import that is not installed, in turn; and which of ``search`` it was found in.
+    """Follow the imports of ``files`` that are not installed, recursively. Also returns the used folders of ``search``.
 
     Args:
         files: modules by name.
-        known: outermost packages whose folder is known already.
-        search: folders to look for what Python does not find, the nearest first.
+        known: outermost packages with a known folder.
+        search: folders to search for what Python does not find, the nearest first.
 
     Raises:
         ImportError: a relative import leads out of the outermost package.
@@ -283,7 +286,7 @@ def _followed(
 
 
 def _imports(name: str, path: Path) -> list[str]:
-    """What a module imports.
+    """Return the imports of a module.
 
     Raises:
         ImportError: a relative import leads out of the outermost package.
@@ -291,13 +294,13 @@ def _imports(name: str, path: Path) -> list[str]:
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     try:
         return imported_names(path.read_bytes(), package) if path.suffix == ".py" else []
-    except (SyntaxError, ValueError):  # importing it will say so
+    except (SyntaxError, ValueError):  # importing it will report the error
         return []
 
 
 @functools.cache
 def version_of(top: str) -> str:
-    """The version of what is installed that a module's first name is of; of several, each; empty: nothing is."""
+    """Return the versions of the distributions of a top-level module. Empty if there are none."""
     try:
         return importlib.metadata.version(top)
     except importlib.metadata.PackageNotFoundError:
@@ -305,15 +308,15 @@ def version_of(top: str) -> str:
 
 
 def owners_of(top: str) -> list[str]:
-    """The installed distributions that a module's first name is of."""
+    """Return the installed distributions of a top-level module."""
     return sorted(set(_distributions().get(top, ())))
 
 
-_distributions = functools.cache(importlib.metadata.packages_distributions)  # which reads the files of all
+_distributions = functools.cache(importlib.metadata.packages_distributions)  # reads the files of all distributions
 
 
 def found_in(top: str) -> list[Path]:
-    """Where Python finds the outermost module ``top``: its file, or the folders of the package; nothing if nowhere."""
+    """Return where Python finds the outermost module ``top``: its file, or the package's folders. May be empty."""
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(top, None)
@@ -322,13 +325,13 @@ def found_in(top: str) -> list[Path]:
         if spec is not None:
             if spec.submodule_search_locations is not None:
                 return [Path(folder).resolve() for folder in spec.submodule_search_locations]
-            # A built-in module has no file, and is as installed as can be.
+            # A built-in module has no file, and counts as installed.
             return [Path(spec.origin).resolve()] if spec.has_location and spec.origin else [_INSTALLED[0]]
     return []
 
 
 def _beside(folder: Path, name: str) -> list[Path]:
-    """The package or file called ``name`` in ``folder``."""
+    """Return the package or file called ``name`` in ``folder``."""
     inside = folder / name
     if inside.is_dir():
         return [inside]
@@ -336,7 +339,10 @@ def _beside(folder: Path, name: str) -> list[Path]:
 
 
 def _located(name: str, places: Sequence[Path]) -> dict[str, Path]:
-    """The files that are run when ``name`` is imported: its packages' and its own; ``places`` are of its first part."""
+    """Return the files that run when ``name`` is imported: its packages' and its own.
+
+    ``places`` are those of its first part.
+    """
     found: dict[str, Path] = {}
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
@@ -350,5 +356,5 @@ def _located(name: str, places: Sequence[Path]) -> dict[str, Path]:
 
 
 def is_installed(path: Path) -> bool:
-    """Whether a file belongs to the standard library or to an installed distribution, and not to the user."""
+    """Return whether a file belongs to the standard library or to an installed distribution rather than to the user."""
     return bool({"site-packages", "dist-packages"} & set(path.parts)) or any(map(path.is_relative_to, _INSTALLED))

@@ -1,4 +1,4 @@
-"""Objects written out for a process of our own that cannot import the user's code."""
+"""Pickles objects for a process of our own that cannot import the user's code."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from optimize.store.sources import PROJECT
 
 
 def pickled_by_value(value: object) -> bytes:
-    """``value``, for ``pickle.loads`` in another process.
+    """Pickle ``value`` for ``pickle.loads`` in another process.
 
-    Classes and functions of installed libraries and of this project are named, all others are written out.
+    Classes and functions of installed libraries and of this project are pickled by name, all others by value.
 
     Raises:
-        Exception: whatever it refuses to be pickled with.
+        Exception: any exception that pickling raises.
     """
     import cloudpickle
 
@@ -43,6 +43,6 @@ def _by_value() -> Iterator[None]:
 
 def _is_users(name: str, module: ModuleType) -> bool:
     if name.partition(".")[0] in (*PROJECT, "__main__", "__mp_main__") or name in sys.builtin_module_names:
-        return False  # cloudpickle takes __main__ by value anyway
+        return False  # cloudpickle pickles __main__ by value anyway
     file = getattr(module, "__file__", None)
     return isinstance(module, ModuleType) and file is not None and not is_installed(Path(file).resolve())

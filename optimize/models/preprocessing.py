@@ -1,6 +1,6 @@
-"""How a data set's images reach a model's network (size, crop, mean, std, interpolation), and who says so.
+"""Decides how a data set's images reach a model's network (size, crop, mean, std, interpolation), and records why.
 
-The one place that decides: what the user asks for, before what the model declares or the data suggest.
+It is the only place that decides. The user's settings take precedence over the model's declaration and the data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from serve.runtime.card.card import Preprocessing
 from serve.runtime.display import Described, glance
 from serve.runtime.errors import CardError, UserError
 
-#: What a model gets that declares nothing, size apart: ImageNet's statistics.
+#: The values for a model that declares nothing, except the size: ImageNet's statistics.
 FALLBACK: Mapping[str, Any] = {
     name: Preprocessing.__dataclass_fields__[name].default for name in ("mean", "std", "interpolation")
 }
@@ -25,7 +25,7 @@ FALLBACK: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class ChosenPreprocessing(Described):
-    """How images reach the network, and in words who said so of each part (``resize``, ``crop``, ``mean`` …)."""
+    """The preprocessing, and in words the origin of each part (``resize``, ``crop``, ``mean`` …)."""
 
     preprocessing: Preprocessing
     origins: Mapping[str, str]
@@ -38,7 +38,7 @@ class ChosenPreprocessing(Described):
         }
 
     def __str__(self) -> str:
-        """All parts in one line, those of one origin together: ``resize 256, crop 224x224, … (--crop)``."""
+        """Return all parts in one line, grouped by origin: ``resize 256, crop 224x224, … (--crop)``."""
         chosen = self.preprocessing
         words = {
             "resize": f"resize {chosen.resize if isinstance(chosen.resize, int) else size_words(chosen.resize)}",
@@ -56,14 +56,20 @@ class ChosenPreprocessing(Described):
 def choose_preprocessing(
     source: ModelSource, data: ImageData, image_size: int | None = None, wishes: Iterable[Wish] = ()
 ) -> ChosenPreprocessing:
-    """How the images of ``data`` reach the network of ``source``.
+    """Choose how the images of ``data`` reach the network of ``source``.
 
-    Mean, std and interpolation are what the model declares, or ImageNet's. The size is, first that
-    applies: ``image_size``, with ``resize`` in the declared proportion to the crop; a user's own
-    declaration, and that of weights that fix it; the side that the data prefers, or for square images of up to 64
-    pixels their own size, each raised to what the network can take; a library's declaration; 224 out of 256.
-    What ``wishes`` give goes before all of these, the later of them before the earlier. Of images that are prepared
-    already, it is what was done to them.
+    Mean, std and interpolation are those that the model declares, or ImageNet's. The size is the first of these that
+    applies:
+
+    - ``image_size``, with ``resize`` in the declared proportion to the crop
+    - a user's own declaration, and that of weights that fix it
+    - the side that the data prefers, or for square images of up to 64 pixels their own size, each raised to the
+      network's minimum
+    - a library's declaration
+    - 224 out of 256
+
+    ``wishes`` take precedence over all of these, and later wishes over earlier ones. For images that are already
+    prepared, the result is the preprocessing that they had.
 
     Raises:
         UserError: the network cannot take the size (the nearest legal one is named), or the parts do not fit together.
@@ -83,7 +89,7 @@ def choose_preprocessing(
                 "given, and mean the same; give one of them"
             )
         parts |= given
-        # A height and a width to scale to are the crop, too, where there is no other.
+        # A height and width to scale to also set the crop, if no other crop is given.
         said = {name: name if getattr(wish.config, name) is not None else "resize" for name in given}
         origins |= {name: wish.named(part) for name, part in said.items()}
     for side in sorted(set(parts["crop"])):
@@ -104,7 +110,7 @@ def choose_preprocessing(
 def _prepared(
     source: ModelSource, data: ImageData, done: Preprocessing, image_size: int | None, wishes: Iterable[Wish]
 ) -> ChosenPreprocessing:
-    """What was done to the images already; nobody can ask for anything else."""
+    """Return the preprocessing that the images already had. Wishes that differ are refused."""
     parts = {name: getattr(done, name) for name in PARTS}
     asked = [(wish.named(name), value, parts[name]) for wish in wishes for name, value in wish.config.given().items()]
     asked += [("image size", (image_size, image_size), done.crop)] if image_size is not None else []
@@ -119,7 +125,7 @@ def _prepared(
 
 
 def _declared(source: ModelSource) -> tuple[dict[str, Any], dict[str, str]]:
-    """Every part as the model declares it, or else as it is by default; and who says so."""
+    """Return every part as the model declares it or by default, and its origin."""
     nothing = "because your model declares none"
     origins = {
         "resize": f"the usual, {nothing}",
@@ -140,7 +146,7 @@ def _declared(source: ModelSource) -> tuple[dict[str, Any], dict[str, str]]:
 def _sized(
     source: ModelSource, data: ImageData, image_size: int | None, declared: Mapping[str, Any]
 ) -> tuple[int | tuple[int, int], int, str] | None:
-    """Resize, crop and the reason, where the declared size is not the one to take."""
+    """Return resize, crop and the reason, if the declared size is not used."""
     if image_size is not None:
         source.check_size(image_size)
         why = f"your image size of {image_size}"

@@ -1,6 +1,6 @@
-"""What a user can ask of the preprocessing: on a command line, in a recipe, in a program or beside a model.
+"""The preprocessing settings for the command line, a recipe, a program or a model's file.
 
-Help texts are made of it, so it imports nothing that imports torch.
+Help texts are made from it, so it must not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serve.runtime.errors import CardError, UserError
 
 
 def _pixels(value: object) -> object:
-    """A whole number of pixels, also as text; the error says what would be right."""
+    """Check a whole number of pixels, which may be text. The error says what would be right."""
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 16:
@@ -28,7 +28,7 @@ def _pixels(value: object) -> object:
 
 
 def _sides(value: object) -> object:
-    """One side or height and width: ``224``, ``[224, 192]``, ``"224"``, ``"224x192"``."""
+    """Check one side or height and width: ``224``, ``[224, 192]``, ``"224"``, ``"224x192"``."""
     sides = re.split(r"\s*[x×,]\s*", value.strip()) if isinstance(value, str) else value
     sides = list(sides) if isinstance(sides, list | tuple) else [sides]
     try:
@@ -41,13 +41,13 @@ def _sides(value: object) -> object:
 
 
 def _scaled(value: object) -> object:
-    """The shorter side, or height and width as in `_sides`."""
+    """Check the shorter side, or height and width as in `_sides`."""
     pair = isinstance(value, list | tuple) or (isinstance(value, str) and re.search(r"[x×,]", value) is not None)
     return _sides(value) if pair else _pixels(value)
 
 
 def _numbers(value: object) -> object:
-    """One finite number per channel: ``[0.5, 0.5, 0.5]``, ``0.5``, ``"0.5, 0.5, 0.5"``."""
+    """Check one finite number per channel: ``[0.5, 0.5, 0.5]``, ``0.5``, ``"0.5, 0.5, 0.5"``."""
     parts: list[Any]
     if isinstance(value, str):
         parts = [part for part in re.split(r"[\s,]+", value.strip()) if part]
@@ -97,7 +97,7 @@ def _unless_none(check: Any) -> BeforeValidator:
 
 
 class PreprocessingConfig(Config):
-    """How images reach the network, where that is to differ from what model and data ask for; None leaves it to them.
+    """Settings of the preprocessing that replace those of model and data. None leaves a part to them.
 
     Sizes and numbers may also be given as text, as on a command line: ``crop="224x192"``, ``mean="0.5,0.5,0.5"``.
     """
@@ -144,7 +144,7 @@ class PreprocessingConfig(Config):
         return self
 
     def given(self) -> dict[str, Any]:
-        """The parts that are given, in the form that `Preprocessing` takes them."""
+        """Return the given parts, in the form that `Preprocessing` takes."""
         given = {name: value for name in PARTS if (value := getattr(self, name)) is not None}
         if isinstance(given.get("resize"), tuple):
             given.setdefault("crop", given["resize"])
@@ -156,19 +156,19 @@ PARTS = tuple(PreprocessingConfig.model_fields)
 
 
 def parse_preprocessing(given: Mapping[str, object], spelled: str) -> PreprocessingConfig:
-    """Check what a user wrote somewhere.
+    """Check the user's settings.
 
     Args:
         given: parts by name.
-        spelled: how a part is named there, with ``{}`` for its name: ``--{}``.
+        spelled: how a part is spelled there, with ``{}`` for its name: ``--{}``.
 
     Raises:
-        UserError: a part is unknown, or has an illegal value; each is named.
+        UserError: a part is unknown, or has an illegal value. The message names each.
     """
     try:
         return PreprocessingConfig.model_validate({str(name): value for name, value in given.items()})
     except ValidationError as error:
-        # What is wrong between parts names them itself.
+        # Faults between parts name the parts themselves.
         found = [
             f"{_spelled(spelled, fault.field)}: {fault.message}" if fault.field else f"preprocessing: {fault.message}"
             for fault in faults(PreprocessingConfig, error)
@@ -182,18 +182,18 @@ def _spelled(spelled: str, part: str) -> str:
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user asks for in one place; ``spelled`` is how a part is named there, with ``{}`` for its name."""
+    """The user's settings from one place. ``spelled`` is how a part is spelled there, with ``{}`` for its name."""
 
     config: PreprocessingConfig
     spelled: str = "--{}"
 
     def named(self, part: str) -> str:
-        """How a part is named there."""
+        """Return how a part is spelled there."""
         return _spelled(self.spelled, part)
 
 
 def border_fault(resize: int | tuple[int, int], crop: tuple[int, int]) -> str:
-    """Why images would get a black border, with ``{}`` for who says so of crop and resize; empty where they do not."""
+    """Say why images would get a black border, with ``{}`` for the origins of crop and resize. Empty if they do not."""
     if isinstance(resize, int):
         fits, scaled, needed = min(crop) <= resize, str(resize), str(min(crop))
     else:
@@ -203,5 +203,5 @@ def border_fault(resize: int | tuple[int, int], crop: tuple[int, int]) -> str:
 
 
 def size_words(sides: tuple[int, int]) -> str:
-    """Height and width as ``224x192``."""
+    """Return height and width as ``224x192``."""
     return "x".join(map(str, sides))

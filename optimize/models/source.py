@@ -1,7 +1,7 @@
-"""What a model source is: something that builds a fresh ``nn.Module``, and what it says about its input.
+"""A model source: it builds a new ``nn.Module``, and declares the module's input.
 
 Each origin has its file: `optimize.models.torchvision`, `optimize.models.timm`, `optimize.models.user_models` and
-`optimize.models.module_source`. A name is turned into a source by `optimize.models.model_names`.
+`optimize.models.module_source`. `optimize.models.model_names` turns a name into a source.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ def _identity(num_classes: int, image_size: int | None) -> nn.Module:
 
 @dataclass(frozen=True)
 class ModelSource(Described):
-    """Where a model's architecture comes from, and what it says about its input.
+    """The origin of a model's architecture, and its declared input.
 
     Attributes:
-        reference: what the user wrote.
-        name: short name, safe for folders and TorchServe: ``resnet18``; the factory's for user code.
-        fingerprint: changes with the code that builds the module: ``torchvision/<version>/<name>``, or a SHA-256
-            over the user's source and what it imports of its neighbours.
-        preprocessing: what the model declares: the transforms of a library's weights, or the user module's
-            ``PREPROCESSING``; None if nothing is declared.
-        declared_by: who declares it, in words: ``torchvision's weights IMAGENET1K_V1``.
+        reference: the user's text.
+        name: short name, safe for folders and TorchServe: ``resnet18``, or the factory's name for user code.
+        fingerprint: changes with the code that builds the module: ``torchvision/<version>/<name>``, or a SHA-256 over
+            the user's source and the neighbours that it imports.
+        preprocessing: the model's declaration: the transforms of a library's weights, or the user module's
+            ``PREPROCESSING``. None if nothing is declared.
+        declared_by: the origin of the declaration, in words: ``torchvision's weights IMAGENET1K_V1``.
         undeclared: parts of ``preprocessing`` (``mean``, ``std``, ``interpolation``) that the declaration left out.
         min_size: smallest side of the input in pixels that the network can take.
         size_multiple: the side must be a multiple of this (a ViT's patch).
-        only_size: the one side that it can take, where named weights fix it.
+        only_size: the only side that it can take, if named weights fix it.
         origin: which file of this package made it.
-        home: the imported module of the user's own code, where classes of pickled networks are looked for.
-        factory: what `build` calls with ``num_classes`` and ``image_size``.
+        home: the imported module of the user's own code, which is searched for classes of pickled networks.
+        factory: called by `build` with ``num_classes`` and ``image_size``.
     """
 
     reference: str
@@ -63,14 +63,11 @@ class ModelSource(Described):
     def build(self, num_classes: int, image_size: int | None = None) -> nn.Module:
         """Build the module, randomly initialised, with ``num_classes`` outputs.
 
-        ``num_classes`` and ``image_size`` (pixels, for networks that are built for one size) are passed
-        only if the factory takes them.
-
-        Whatever the factory's module is wrapped in, and of which type its floats are, this is the module itself, in
-        float32.
+        ``num_classes`` and ``image_size`` (pixels, for networks that are built for one size) are passed only if the
+        factory takes them. The result is without wrappers, and in float32 whatever its dtype was.
 
         Raises:
-            UserError: the size is illegal, the factory raises, or what it returns is no eager ``nn.Module``.
+            UserError: the size is illegal, the factory raises, or its result is not an eager ``nn.Module``.
         """
         if image_size is not None:
             self.check_size(image_size)
@@ -88,10 +85,10 @@ class ModelSource(Described):
         return model.float()
 
     def check_size(self, size: int) -> None:
-        """Refuse a side of the input that the network cannot take, naming the nearest that it can.
+        """Refuse a side of the input that the network cannot take, and name the nearest that it can.
 
         Raises:
-            UserError: ``size`` is below ``min_size``, no multiple of ``size_multiple``, or not ``only_size``.
+            UserError: ``size`` is below ``min_size``, not a multiple of ``size_multiple``, or not ``only_size``.
         """
         if self.only_size is not None:
             if size != self.only_size:
@@ -110,29 +107,29 @@ class ModelSource(Described):
             )
 
     def legal_size(self, at_least: int) -> int:
-        """The smallest legal side of at least ``at_least`` pixels; `only_size` where there is no choice."""
+        """Return the smallest legal side of at least ``at_least`` pixels, or `only_size` if it is set."""
         step = self.size_multiple
         return self.only_size or -(-max(at_least, self.min_size) // step) * step
 
 
 def unwrapped(module: object) -> object:
-    """A module without the wrappers of ``torch.compile`` and of data parallelism, around it and in it, in place.
+    """Remove the wrappers of ``torch.compile`` and of data parallelism around a module and in it, in place.
 
-    Anything else is given back as it is.
+    Any other object is returned unchanged.
     """
     module = innermost(module)
     if isinstance(module, nn.Module) and not isinstance(module, torch.jit.ScriptModule):
         for part in list(module.modules()):
             if isinstance(part, torch.jit.ScriptModule):
                 continue
-            part._compiled_call_impl = None  # of `nn.Module.compile`
+            part._compiled_call_impl = None  # set by `nn.Module.compile`
             for name, child in part._modules.items():
                 part._modules[name] = innermost(child)
     return module
 
 
 def innermost(module: Any) -> Any:
-    """What is inside of the wrappers around a module; see `unwrapped`."""
+    """Return the module inside its wrappers; see `unwrapped`."""
     while isinstance(module, nn.Module) and not isinstance(module, torch.jit.ScriptModule):
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             module = module.module

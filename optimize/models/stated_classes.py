@@ -1,4 +1,4 @@
-"""The order of classes that a checkpoint states beside its weights: which output means which name."""
+"""Finds the order of classes that a checkpoint states beside its weights: which output means which name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-#: What it is called by training scripts, without case and marks: a list of names, or a mapping either way.
+#: Its names in training scripts, without case and punctuation. It is a list of names, or a mapping either way.
 _CALLED = frozenset(
     {
         *("classes", "classnames", "names", "labels", "labelnames", "categories", "targetnames", "vocab"),
@@ -23,16 +23,16 @@ _DEPTH = 5
 
 
 def stated_classes(content: object) -> dict[str, tuple[str, ...]]:
-    """Every list of classes in a checkpoint's content, by its place in it: names in the order of the outputs.
+    """Return every list of classes in a checkpoint's content by its place: names in the order of the outputs.
 
-    Settings that are nested are looked through: mappings, ``argparse.Namespace``, and a module's own attributes. What
-    gives no index from 0 on to each name is no such list.
+    Nested settings are searched: mappings, ``argparse.Namespace``, and a module's own attributes. A list must give each
+    name an index, from 0 on.
     """
     return dict(_found(content, "", 0))
 
 
 def metadata_of(path: Path) -> dict[str, Any]:
-    """What a whole safetensors file says beside its tensors; texts of JSON are read."""
+    """Return the metadata of a complete safetensors file. Texts in JSON are parsed."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -61,7 +61,7 @@ def _found(content: object, place: str, depth: int) -> Iterator[tuple[str, tuple
 
 
 def _names(value: object) -> tuple[str, ...] | None:
-    """Names in the order of their indices; None for what does not give them."""
+    """Return names in the order of their indices. None if the value does not give them."""
     if isinstance(value, list | tuple):
         return tuple(value) if len(value) > 1 and all(isinstance(name, str) for name in value) else None
     if not isinstance(value, Mapping) or len(value) < 2:

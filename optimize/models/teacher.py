@@ -1,4 +1,4 @@
-"""A teacher: a network whose answers another learns from, with what its answers depend on."""
+"""A teacher: a network from whose answers another learns, with everything that its answers depend on."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Teacher(Described):
     """A network that answers a student's images.
 
     Attributes:
-        name: what people call it; nothing depends on it.
-        digest: SHA-256 of all that its answers depend on beside the images.
-        module: maps ``float32 (N, C, H, W)`` to logits ``(N, classes)``; in eval mode, on the CPU.
-        mean: of each channel, that its own images are normalised with.
-        std: likewise.
+        name: its name for people. No key depends on it.
+        digest: SHA-256 of everything that its answers depend on besides the images.
+        module: maps ``float32 (N, C, H, W)`` to logits ``(N, classes)``, in eval mode, on the CPU.
+        mean: mean of each channel that its own images are normalised with.
+        std: standard deviation of each channel, likewise.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Teacher(Described):
         return {"name": self.name, "mean": str(self.mean), "std": str(self.std), "digest": self.digest}
 
     def renormalised(self, inputs: torch.Tensor, student: Preprocessing) -> torch.Tensor:
-        """Images normalised for a student, ``(N, C, H, W)``, as this network takes them."""
+        """Convert images ``(N, C, H, W)`` from the student's normalisation to this network's."""
         if (self.mean, self.std) == (student.mean, student.std):
             return inputs
         mean, std, own_mean, own_std = (
@@ -49,15 +49,15 @@ class Teacher(Described):
 
 
 class Served(nn.Module):
-    """An artifact without an eager module of what it computes, as a network that answers by its file, as it is served.
+    """An artifact without an eager module as a network: it answers with its file, as the server does.
 
-    It is copied and pickled closed, and opened when it is first asked. A file that takes pixels is given the nearest
-    whole ones, which are the images' own unless these were mixed.
+    It is copied and pickled closed, and opened at its first call. If its file takes pixels, images are rounded to the
+    nearest ones. These are the images' own pixels unless the images were mixed.
 
     Args:
-        folder: the artifact's.
+        folder: the artifact's folder.
         card: its card.
-        execution: what runs it.
+        execution: its execution.
     """
 
     def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
@@ -66,7 +66,7 @@ class Served(nn.Module):
         self._engine: Engine | None = None
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits ``float32 (N, classes)``, on the images' device."""
+        """Return logits ``float32 (N, classes)``, on the images' device."""
         if self._engine is None:
             self._engine = open_engine(*self._opens)
         card = self._opens[1]
@@ -81,7 +81,7 @@ class Served(nn.Module):
 
 
 def _pixels(images: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
-    """Normalised images, ``(N, C, H, W)``, as the ``uint8`` that they were."""
+    """Convert normalised images, ``(N, C, H, W)``, back to ``uint8``."""
     mean, std = (
         torch.tensor(each, device=images.device).view(-1, 1, 1) for each in (preprocessing.mean, preprocessing.std)
     )
@@ -90,7 +90,7 @@ def _pixels(images: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Teaching:
-    """A teacher that was found and fits, and need not be opened where what it would teach is stored already.
+    """A suitable teacher that is not open yet. It need not be opened if the store has its student already.
 
     Attributes:
         digest: see `Teacher`.

@@ -1,4 +1,4 @@
-"""timm's image models (the optional extra ``timm``): their builders, and what their pretrained configuration wants."""
+"""timm's image models (the optional extra ``timm``): their builders, and the preprocessing of their configuration."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from serve.runtime.card.card import Interpolation, Preprocessing
 from serve.runtime.errors import UserError, did_you_mean, first_line
 
 PREFIX = "timm:"
-#: Modes of timm's crop that `Preprocessing` has, too.
+#: Modes of timm's crop that `Preprocessing` supports.
 _CROPS = ("center", "squash")
 
-#: Side in pixels, a multiple of every patch size but 14, that a network is tried with to see whether its size is free.
+#: A side in pixels, a multiple of every patch size but 14. Networks are tried with it to see whether their size is
+#: free.
 _TRIED = 128
 
 
 def timm_source(name: str) -> ModelSource:
-    """A timm model, with the preprocessing of its ``pretrained_cfg``: input size, mean, std, interpolation, crop share.
+    """Return a timm model with the preprocessing of its ``pretrained_cfg``: size, mean, std, interpolation, crop share.
 
     Args:
-        name: timm's name, with the tag of its weights or without: ``resnet50``, ``resnet50.a1_in1k``.
+        name: timm's name, with or without the tag of its weights: ``resnet50``, ``resnet50.a1_in1k``.
 
     Raises:
-        UserError: timm is not installed, there is no such model (the nearest names are suggested) or tag, or its
+        UserError: timm is not installed, the model (the nearest names are suggested) or tag does not exist, or its
             input is not square.
     """
     if importlib.util.find_spec("timm") is None:
@@ -62,7 +63,7 @@ def timm_source(name: str) -> ModelSource:
 
 
 def declared_by_module(module: nn.Module) -> tuple[Preprocessing, str] | None:
-    """The preprocessing of a network that timm made, and how to call it; None if it is none of timm's."""
+    """Return the preprocessing of a network that timm made, and its description. None if timm did not make it."""
     given = getattr(module, "pretrained_cfg", None)
     if not type(module).__module__.startswith("timm.") or not isinstance(given, Mapping):
         return None
@@ -72,7 +73,7 @@ def declared_by_module(module: nn.Module) -> tuple[Preprocessing, str] | None:
 
 
 def refuse_named_weights(source: ModelSource) -> UserError:
-    """Why timm's weights do not come by name, and what to do instead."""
+    """Return the error that says why timm's weights have no names here, and what to do instead."""
     import timm
 
     wanted = timm.get_pretrained_cfg(source.name)
@@ -84,9 +85,9 @@ def refuse_named_weights(source: ModelSource) -> UserError:
 
 
 def _preprocessing(name: str, wanted: Any) -> Preprocessing:
-    """As timm evaluates: the shorter side scaled to the input's size over ``crop_pct``, cut from the centre.
+    """Return timm's evaluation: the shorter side scaled to the input's size over ``crop_pct``, cut from the centre.
 
-    With ``crop_mode`` ``squash``, both sides.
+    With ``crop_mode`` ``squash``, both sides are scaled.
     """
     channels, height, width = wanted.input_size
     if height != width:
@@ -113,7 +114,7 @@ def _words(wanted: Any) -> str:
 
 
 def _sized(source: ModelSource, native: int) -> ModelSource:
-    """A network that is built for one size of input: for which sizes it can be, as far as timm's builder tells."""
+    """Determine the possible input sizes of a network that is built for one size, as far as timm's builder allows."""
     resizable = functools.partial(_build, source.name, True)
     try:
         # Without memory and arithmetic: half a second for the largest.

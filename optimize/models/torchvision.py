@@ -1,4 +1,4 @@
-"""torchvision's image classifiers: their builders, what their weights want to see, and those weights' files."""
+"""torchvision's image classifiers: their builders, the preprocessing of their weights, and these weights' files."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from serve.runtime.images.lean_torchvision import models, torchvision
 
 
 def torchvision_source(name: str) -> ModelSource:
-    """A torchvision classifier, with the preprocessing of its default weights.
+    """Return a torchvision classifier with the preprocessing of its default weights.
 
     Raises:
-        UserError: there is no such classifier; the nearest names are suggested.
+        UserError: the classifier does not exist. The nearest names are suggested.
     """
     known = models.list_models(module=models)
     if name not in known:
@@ -36,7 +36,7 @@ def torchvision_source(name: str) -> ModelSource:
         )
     weights = models.get_model_weights(name).DEFAULT
     min_size, multiple = max(weights.meta.get("min_size", (1, 1))), 1
-    # What torchvision gives as min_size for these is the size of training, not what the network needs.
+    # For these, torchvision's min_size is the size of training, not the smallest size that the network can take.
     if name.startswith("vit_"):
         min_size = multiple = int(name.rpartition("_")[2])
     elif name.startswith("swin"):
@@ -57,14 +57,14 @@ def torchvision_source(name: str) -> ModelSource:
 
 
 def with_weights(source: ModelSource, weights: str) -> ModelSource:
-    """``source`` as those weights want it: their own transforms, and their one image size if they have one.
+    """Return ``source`` with the transforms of those weights, and their only image size if they have one.
 
     Args:
         source: a torchvision classifier.
         weights: ``DEFAULT`` or an entry's name, such as ``IMAGENET1K_V1``.
 
     Raises:
-        UserError: there are no such weights; the message lists those that there are.
+        UserError: the weights do not exist. The message lists those that do.
     """
     entry = _entry(source.name, weights)
     # A ViT's position embedding has one row per patch of the images that it was trained on.
@@ -78,7 +78,7 @@ def with_weights(source: ModelSource, weights: str) -> ModelSource:
 
 
 def recognised(source: ModelSource, sha256: str) -> ModelSource:
-    """``source`` as the weights want it whose file has this SHA-256; unchanged if it is none of torchvision's files."""
+    """Return ``source`` with the preprocessing of torchvision's weights of this SHA-256, or unchanged."""
     for entry in models.get_model_weights(source.name):
         digest = _digest(str(entry.url))
         if digest is not None and sha256.startswith(digest):
@@ -88,10 +88,10 @@ def recognised(source: ModelSource, sha256: str) -> ModelSource:
 
 
 def download(source: ModelSource, weights: str) -> Path:
-    """The file of torchvision's own weights, from torch's cache or the network.
+    """Return the file of torchvision's own weights, from torch's cache or the network.
 
     Raises:
-        UserError: there are no such weights, or they are not in the cache and cannot be downloaded.
+        UserError: the weights do not exist, or are not in the cache and cannot be downloaded.
     """
     url = str(_entry(source.name, weights).url)
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urllib.parse.urlparse(url).path).name
@@ -116,7 +116,7 @@ def _entry(name: str, weights: str) -> Any:
 
 
 def _digest(url: str) -> str | None:
-    """The beginning of the file's SHA-256, which torch's hub puts into its name."""
+    """Return the beginning of the file's SHA-256, which torch's hub puts into its name."""
     found = re.search(r"-([a-f0-9]{8,})\.", url.rpartition("/")[2])
     return found.group(1) if found else None
 
@@ -135,10 +135,10 @@ def _transforms(weights: Any) -> Preprocessing:
 def _build(builder: Callable[..., nn.Module], name: str, num_classes: int, image_size: int | None) -> nn.Module:
     options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
     if name in ("googlenet", "inception_v3"):
-        # Auxiliary heads would make the training forward a tuple. torchvision's own weights were
-        # trained on inputs in [-1, 1]: their builder sets transform_input, which changes ImageNet's
-        # normalisation into that one, and so must we or such a checkpoint loses accuracy silently.
-        # Their own initialisation takes 5 s (truncated normals) and is on its way out upstream.
+        # Auxiliary heads would make the training forward return a tuple. torchvision's own weights were trained on
+        # inputs in [-1, 1]. Their builder sets transform_input, which converts ImageNet's normalisation into that one.
+        # We must do the same, or such a checkpoint loses accuracy silently. Their own initialisation takes 5 s
+        # (truncated normals), and upstream is about to remove it.
         options |= {"aux_logits": False, "init_weights": False, "transform_input": True}
     if image_size is not None and name.startswith("vit_"):
         options["image_size"] = image_size

@@ -1,4 +1,4 @@
-"""A file of torch's formats → what it holds: plain values only, or with the user's trust whatever it asks for."""
+"""Reads a file in one of torch's formats: only plain values, or with the user's trust any object."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from serve.runtime.errors import UserError, first_line
 
 TRUST_FLAG = "--trust-checkpoint"
 
-#: How every file of torch's format before 1.6 begins: the pickled magic number.
+#: The first bytes of every file in torch's format before 1.6: the pickled magic number.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
-#: What a pickle calls the paths of any system, and what they are read as: a WindowsPath cannot be made on Linux.
-#: Python 3.13 alone calls their module ``pathlib._local``.
+#: Path classes of any system in pickles, and the classes they are read as: a WindowsPath cannot be made on Linux. In
+#: Python 3.13 alone their module is ``pathlib._local``.
 _PATHS: dict[tuple[str, str], type] = {
     (module, kind): pathlib.PureWindowsPath if "Windows" in kind else pathlib.PurePosixPath
     for module in ("pathlib", "pathlib._local")
     for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 }
-#: Settings that training scripts keep beside the weights, and that hold nothing but plain values.
+#: Types of settings that training scripts keep beside the weights, and that contain only plain values.
 _PLAIN: list[Any] = [
     argparse.Namespace,
     *((kind, ".".join(name)) for name, kind in _PATHS.items()),
@@ -36,27 +36,27 @@ _PLAIN: list[Any] = [
 
 
 class _LacksClassError(Exception):
-    """A pickle names a class or function that is not to be found here."""
+    """A pickle names a class or function that does not exist here."""
 
 
 def load_pickle(path: Path, head: bytes, *, trust: bool, home: types.ModuleType | None = None) -> object:
-    """Read what `torch.save` wrote, onto the CPU.
+    """Read a file of `torch.save`, onto the CPU.
 
     Args:
         path: the file.
         head: its first bytes.
-        trust: unpickle it without restriction, which runs whatever code the file asks for.
-        home: the user's module, where classes are found that the pickle knows by a module that is not here:
-            ``__main__`` of the script that saved it.
+        trust: unpickle it without restriction, which runs whatever code the file contains.
+        home: the user's module, which is searched for classes whose own module does not exist here, such as
+            ``__main__`` of the script that saved the file.
 
     Raises:
-        UserError: it is broken or no such file, needs more than plain values while ``trust`` is false, or names a
-            class that is not to be found.
+        UserError: it is damaged or not such a file, needs more than plain values while ``trust`` is false, or names a
+            class that does not exist here.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Python 2 wrote text as bytes; latin-1 reads any of them.
+            # Python 2 wrote text as bytes, and latin-1 can decode any of them.
             how: dict[str, Any] = {"map_location": "cpu", "encoding": "latin1"}
             if trust:
                 return torch.load(path, weights_only=False, pickle_module=_pickle_with(home), **how)
@@ -72,7 +72,7 @@ def load_pickle(path: Path, head: bytes, *, trust: bool, home: types.ModuleType 
 
 
 def _pickle_with(home: types.ModuleType | None) -> Any:
-    """What `torch.load` takes as its module of pickle, which looks for classes in ``home``, too."""
+    """Return a pickle module for `torch.load` that searches ``home`` for classes too."""
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
@@ -95,7 +95,7 @@ def _pickle_with(home: types.ModuleType | None) -> Any:
 
 
 def _explained(error: Exception, path: Path, head: bytes, *, trust: bool) -> UserError:
-    """What keeps a file from being read, in the user's words."""
+    """Explain in the user's terms why a file cannot be read."""
     text = re.sub(r"\x1b\[\d*m", "", str(error))
     opt_in = f"if you trust where the file comes from, add {TRUST_FLAG}"
     if not trust and (match := re.search(r"GLOBAL ([\w.]+)", text)):
@@ -105,7 +105,7 @@ def _explained(error: Exception, path: Path, head: bytes, *, trust: bool) -> Use
         )
     if not head.startswith((b"PK\x03\x04", _LEGACY_MAGIC)):
         return UserError(f"{path}: {_unlike_torch(text, head, opt_in)}")
-    # Where a zip file ends within its last 64 kB or so, torch (2.14) seeks to before its beginning.
+    # If a zip file is cut off within its last 64 kB or so, torch (2.14) seeks to before its beginning.
     broken = isinstance(error, EOFError) or (isinstance(error, OSError) and error.errno == errno.EINVAL)
     if broken or re.search(r"central directory|unexpected EOF|corrupted", text):
         return UserError(f"{path}: is truncated or corrupted; copy or download it again")
@@ -115,9 +115,9 @@ def _explained(error: Exception, path: Path, head: bytes, *, trust: bool) -> Use
 
 
 def _unlike_torch(text: str, head: bytes, opt_in: str) -> str:
-    """What a file is that begins as none of torch's newer formats."""
+    """Identify a file that has none of torch's newer formats."""
     if "legacy .tar" in text:
         return f"torch's tar format of 2016 loads only by running code; {opt_in}"
-    if head[8:9] == b"{":  # behind eight bytes of its length
+    if head[8:9] == b"{":  # after eight bytes of its length
         return "looks like a safetensors file; let its name end in .safetensors"
     return "is not a PyTorch checkpoint (nor does it end in .safetensors)"

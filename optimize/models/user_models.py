@@ -1,4 +1,4 @@
-"""The user's own model: ``path/to/file.py:factory`` or ``package.module:factory``, imported and asked."""
+"""The user's own model: ``path/to/file.py:factory`` or ``package.module:factory``, imported and called."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from serve.runtime.errors import CardError, UserError, did_you_mean, one_line
 
 
 def user_source(reference: str) -> ModelSource:
-    """A model of the user's own; its module is executed, which is what it is for.
+    """Return a model of the user's own. Its module is executed, as it is meant to be.
 
     Raises:
-        UserError: there is no such file, module or factory, the module does not import, or its ``PREPROCESSING`` is
-            not usable.
+        UserError: the file, module or factory does not exist, the module cannot be imported, or its ``PREPROCESSING``
+            is not usable.
     """
     where, _, attribute = reference.rpartition(":")
     if not where or not attribute:
@@ -70,17 +70,17 @@ def _build(factory: Callable[..., Any], neighbourhood: Neighbourhood, num_classe
     except (TypeError, ValueError):  # some builtins and C extensions have no signature
         parameters = MappingProxyType({})
     options: dict[str, Any] = {}
-    # **kwargs mostly hand num_classes on to a library's builder, which would refuse image_size.
+    # **kwargs mostly pass num_classes on to a library's builder, which would refuse image_size.
     if "num_classes" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         options["num_classes"] = num_classes
     if "image_size" in parameters and image_size is not None:
         options["image_size"] = image_size
-    with running(neighbourhood):  # for imports inside of functions
+    with running(neighbourhood):  # for imports inside functions
         return factory(**options)
 
 
 def _neighbourhood(where: str) -> Neighbourhood:
-    """The user's module, and what it imports of its own code."""
+    """Return the user's module, and what it imports of the user's own code."""
     is_file = where.endswith(".py") or "/" in where
     path = expanded(where)
     if is_file and not path.is_file():
@@ -96,7 +96,7 @@ def _neighbourhood(where: str) -> Neighbourhood:
 
 
 def _fingerprint(neighbourhood: Neighbourhood) -> str:
-    """SHA-256 over its sources; with the version of the distribution, if it is installed."""
+    """Return the SHA-256 over its sources, with the version of the distribution if it is installed."""
     top = neighbourhood.name.partition(".")[0]
     if not is_installed(neighbourhood.file):
         return neighbourhood.fingerprint
@@ -105,13 +105,13 @@ def _fingerprint(neighbourhood: Neighbourhood) -> str:
 
 
 def declared_preprocessing(module: ModuleType) -> tuple[Preprocessing | None, frozenset[str], str]:
-    """A user module's ``PREPROCESSING = {"resize": 32, "crop": [32, 32], "mean": […], "std": […]}``, checked.
+    """Check ``PREPROCESSING = {"resize": 32, "crop": [32, 32], "mean": […], "std": […]}`` of a user's module.
 
     Returns:
-        It, the names of the parts that it leaves to the defaults, and how to call it.
+        The preprocessing, the names of the parts that it leaves to the defaults, and its description.
 
     Raises:
-        UserError: it is not usable; the part is named.
+        UserError: it is not usable. The message names the part.
     """
     declared = getattr(module, "PREPROCESSING", None)
     where = getattr(module, "__file__", None) or module.__name__

@@ -1,4 +1,4 @@
-"""Copying a checkpoint's weights into a module: names bridged where nothing is lost, all misfits said at once."""
+"""Copies a checkpoint's weights into a module: renames where nothing is lost, and reports all misfits together."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torch import nn
 from optimize.models.checkpoint import PREFIXES, WEIGHTS_KEY, Checkpoint, State, cleaned
 from serve.runtime.errors import UserError, listed
 
-#: Names by file key, or by a shorter form of one.
+#: Names by the file's key, or by a shorter form of one.
 Names = Mapping[str, str]
 
-#: What training scripts call what they save beside a network: weights of a loss, counts of a metric.
+#: Names in training scripts for values saved beside a network: weights of a loss, counts of a metric.
 _BESIDE = re.compile(r"(^|_)(criterion|loss|metrics?)(_|\d|$)")
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """A state dict as it goes into a module, or why it does not.
+    """A state dict prepared for a module, or the reasons why it does not fit.
 
     Attributes:
         state: with the module's names, and the versions of its modules.
-        notes: what was bridged and left out, in words.
-        faults: what keeps it from being loaded, in words.
+        notes: what was renamed and left out, in words.
+        faults: what prevents loading, in words.
         lacking: whether the module needs more than there is.
     """
 
@@ -41,23 +41,21 @@ class _Fit:
 
 
 def load_into(model: nn.Module, checkpoint: Checkpoint, path: Path) -> tuple[str, ...]:
-    """Copy ``checkpoint`` into ``model``: every key must be there, be expected, and have its shape.
+    """Copy ``checkpoint`` into ``model``: every key must exist, be expected, and have its shape.
 
-    A prefix that all keys of one of the two have and the other lacks is bridged, such as the ``model.`` of a
-    LightningModule, and so are the marks that wrappers leave inside names. Of several things in one state dict, those
-    with the one prefix are taken that are all that the model needs, and fit. Names that a module's own loading
-    converts, as torch's weight norm does, are left to it. Left out without complaint: BatchNorm's
+    A prefix that all keys of one side have and the other side lacks is bridged, such as the ``model.`` of a
+    LightningModule. So are the marks that wrappers leave inside names. If one state dict contains several things, those
+    with one prefix are taken, if they fit and are all that the model needs. Names that a module's own loading converts,
+    as torch's weight norm does, are left to it. Some keys are left out without an error: BatchNorm's
     ``num_batches_tracked`` (absent before torch 0.4.1), and the auxiliary classifiers of GoogLeNet and Inception, which
-    serve training only.
-
-    Of a file whose state dicts have unusual places, the one is taken that fits.
+    are only for training. If the file's state dicts have unusual places, the one that fits is taken.
 
     Returns:
-        What was bridged and left out, in words for a reader.
+        What was renamed and left out, in words for a reader.
 
     Raises:
-        UserError: keys are missing, unexpected or mis-shaped, or weights are integers or not finite; all by name, and
-            with the prefix that would fit if there is one. Or several of the file's state dicts fit.
+        UserError: keys are missing, unexpected or have a wrong shape, or weights are integers or not finite. The
+            message names all, and a prefix that would fit. Or several of the file's state dicts fit.
     """
     fit = _fit(model, checkpoint.state)
     if not checkpoint.sure or (fit.lacking and checkpoint.others):
@@ -71,7 +69,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, path: Path) -> tuple[str
 
 
 def _of_others(model: nn.Module, checkpoint: Checkpoint, path: Path) -> _Fit | None:
-    """The one of the file's other state dicts that fits; None where none does."""
+    """Return the only one of the file's other state dicts that fits. None if none does."""
     usable = ((place, cleaned(state)) for place, state in checkpoint.others.items())
     tried = ((place, _fit(model, found.state)) for place, found in usable if not found.faults)
     fits = {place: fit for place, fit in tried if not fit.faults}
@@ -84,18 +82,18 @@ def _of_others(model: nn.Module, checkpoint: Checkpoint, path: Path) -> _Fit | N
 
 
 def _fit(model: nn.Module, state: State) -> _Fit:
-    """``state`` as it goes into ``model``: whole, or what begins with the one prefix that fits."""
+    """Fit ``state`` to ``model``: the whole, or the part with the only prefix that fits."""
     own = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     views = list(_views(state, own))
     fits = [_judged(model, state, own, *_whole(*view)) for view in views]
     if not any(whole := [fit for fit in fits if not fit.faults]):
         whole = [fit for part in _parts(*views[-1]) if not (fit := _judged(model, state, own, *part)).faults]
-    # Of several parts that fit, which are two networks, the faults of the whole name each.
+    # If several parts fit, they are several networks, and the faults of the whole name each.
     return fits[0] if len(whole) != 1 and fits[0].faults else whole[0]
 
 
 def _views(state: State, own: State) -> Iterator[tuple[Names, Names]]:
-    """Both by the names that they have, and without the marks of wrappers in the middle of these, if that is unique."""
+    """Yield both name maps unchanged, and without wrappers' marks in the middle of names if that is unique."""
     yield {key: key for key in state}, {key: key for key in own}
     bare, targets = {_bare(key): key for key in state}, {_bare(key): key for key in own}
     if len(bare) == len(state) and len(targets) == len(own):
@@ -103,17 +101,17 @@ def _views(state: State, own: State) -> Iterator[tuple[Names, Names]]:
 
 
 def _bare(key: str) -> str:
-    """A name without the parts that `nn.DataParallel` and ``torch.compile`` put into it, wherever they stand."""
+    """Return a name without the parts that `nn.DataParallel` and ``torch.compile`` add, at any place."""
     *parts, last = key.split(".")
     return ".".join([*(part for part in parts if f"{part}." not in PREFIXES), last])
 
 
 def _whole(names: Names, targets: Names) -> tuple[dict[str, str], str]:
-    """What each of a file's names becomes in a module, by the prefix that makes more fit; and what was done.
+    """Map each of a file's names to a module's with the prefix that fits most, and describe the change.
 
     Args:
-        names: the file's keys, by how they are called here.
-        targets: the module's, likewise.
+        names: the file's keys, by their names here.
+        targets: the module's keys, by their names here.
     """
     as_it_is = sum(name in targets for name in names)
     renamed, note = {name: name for name in names}, ""
@@ -130,7 +128,7 @@ def _whole(names: Names, targets: Names) -> tuple[dict[str, str], str]:
 
 
 def _parts(names: Names, targets: Names) -> Iterator[tuple[dict[str, str], str]]:
-    """As `_whole`, of those names alone that begin with a prefix under which there is most of what is needed."""
+    """Do the same as `_whole` for names with one prefix only, under which there is most of what is needed."""
     needed = [target for target in targets if not target.endswith("num_batches_tracked")]
     counts = _prefixes(names, targets)
     for prefix in [prefix for prefix, count in counts.items() if 2 * count > len(needed)]:
@@ -141,7 +139,7 @@ def _parts(names: Names, targets: Names) -> Iterator[tuple[dict[str, str], str]]
 
 
 def _prefixes(keys: Iterable[str], targets: Container[str]) -> Counter[str]:
-    """How many of ``keys`` are one of ``targets`` behind a prefix, for each prefix."""
+    """Count for each prefix how many of ``keys`` are that prefix and one of ``targets``."""
     found: Counter[str] = Counter()
     for key in keys:
         for dot in re.finditer(r"\.", key):
@@ -155,10 +153,10 @@ def _best(prefixes: Counter[str]) -> tuple[str, int] | None:
 
 
 def _judged(model: nn.Module, state: State, own: State, names: Names, note: str) -> _Fit:
-    """A state dict under a module's names: whether it can be loaded, and what is left out of it."""
+    """Check whether a state dict can be loaded under a module's names, and what is left out of it."""
     fitted, left = _fitted({name: state[key] for key, name in names.items()}, own)
     notes = (*filter(None, [note]), *([f"left out of it: {listed(left)}"] if left else []))
-    # What a module keeps of its own beside tensors (`get_extra_state`) stays as it is built.
+    # A module's own extra state besides tensors (`get_extra_state`) stays as it is built.
     extra = {key: value for key, value in model.state_dict().items() if key not in own}
     told = _versions(getattr(state, "_metadata", None), names)
     ours = getattr(model.state_dict(), "_metadata", None)
@@ -168,17 +166,17 @@ def _judged(model: nn.Module, state: State, own: State, names: Names, note: str)
             loaded = _with_versions({**extra, **fitted}, versions)
             if _takes(model, loaded):
                 return _Fit(loaded, notes, tuple(_broken(fitted)), lacking=False)
-    # Some modules (torchvision's MNASNet, 0.29) refuse a state dict without the version that
-    # ``state_dict()`` keeps in this attribute, and rewrite themselves for an old one.
+    # Some modules (torchvision's MNASNet, 0.29) refuse a state dict without the version that ``state_dict()`` keeps in
+    # this attribute, and rewrite themselves for an old one.
     loaded = _with_versions({**extra, **fitted}, told or ours)
     return _Fit(loaded, notes, tuple(_faults(fitted, own)), bool(missing))
 
 
 def _takes(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Whether a module loads what it does not know by name, by converting names itself; it is left as it is."""
+    """Return whether a module loads unknown names by converting them itself. The module is not changed."""
     try:
         result = copy.deepcopy(model).load_state_dict(state, strict=False)
-    except Exception:  # noqa: BLE001 - of another shape, or whatever the user's own loading raises
+    except Exception:  # noqa: BLE001 - another shape, or whatever the user's own loading raises
         return False
     return not result.missing_keys and not result.unexpected_keys
 
@@ -191,7 +189,7 @@ def _with_versions(state: Mapping[str, Any], versions: Mapping[str, Any] | None)
 
 
 def _versions(metadata: object, names: Names) -> dict[str, Any]:
-    """What a state dict notes of each module (its version), by the names that these get."""
+    """Return what a state dict records of each module (its version), by the modules' new names."""
     if not isinstance(metadata, Mapping) or not metadata:
         return {}
     moved = {}
@@ -204,7 +202,7 @@ def _versions(metadata: object, names: Names) -> dict[str, Any]:
 
 
 def _fitted(state: State, own: State) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Bridge the differences in naming that carry no information; and the names of what is no part of the network."""
+    """Bridge differences in naming that carry no information. Also returns names outside the network."""
     fitted, left = dict(state), []
     tops = {key.partition(".")[0] for key in own}
     for key, value in state.items():
@@ -226,11 +224,11 @@ def _fitted(state: State, own: State) -> tuple[dict[str, torch.Tensor], list[str
 
 
 def _faults(state: State, own: State) -> list[str]:
-    """Everything that keeps ``state`` from being loaded, in words."""
+    """Return everything that prevents loading ``state``, in words."""
     missing = [key for key in own if key not in state]
     unexpected = [key for key in state if key not in own]
     misshaped = [key for key in own if key in state and state[key].shape != own[key].shape]
-    # Of int8 tensors that stand for reals by a scale elsewhere, the integers alone would be loaded as they are.
+    # If int8 tensors stand for reals with a scale elsewhere, the integers alone would be loaded unchanged.
     integers = [key for key in own if key in state and own[key].is_floating_point() > state[key].is_floating_point()]
     faults = []
     if missing or unexpected:
@@ -254,7 +252,7 @@ def _broken(state: State) -> list[str]:
 
 
 def _that_would_fit(state: State, own: State) -> list[str]:
-    """The prefixes under which ``state`` holds all that the model needs, beside other things."""
+    """Name the prefixes under which ``state`` has all that the model needs, besides other things."""
     needed = {key for key in own if not key.endswith("num_batches_tracked")}
     if needed and all(key in state and state[key].shape == own[key].shape for key in needed):
         return ["what the model needs is there and fits, beside what it does not know"]
@@ -271,7 +269,7 @@ def _that_would_fit(state: State, own: State) -> list[str]:
 
 
 def _explained_head(state: State, own: State, misshaped: list[str]) -> str | None:
-    """The friendlier message, if all shapes that differ do so in the number of outputs of one layer."""
+    """Return a friendlier message if all wrong shapes differ only in the number of outputs of one layer."""
     layers = {key.rpartition(".")[0] for key in misshaped}
     if len(layers) != 1 or any(state[key].shape[1:] != own[key].shape[1:] for key in misshaped):
         return None

@@ -1,5 +1,5 @@
-"""Where an artifact's time goes, layer by layer, as each engine itself tells it.
+"""Profiles an artifact layer by layer, from the measurements of each engine itself.
 
-In: an artifact's folder and what runs it. Does: has the engine measure its layers, in a process of its own, and sets
-them beside their MACs, their bytes and what this machine can do. Out: a record, a table, a chart, a trace.
+Input: an artifact's folder and its executions. Does: lets the engine measure its layers in its own process, and
+compares them with their MACs, their bytes and the machine's peaks. Output: a record, a table, a chart, a trace.
 """

@@ -1,4 +1,4 @@
-"""What a reader is: how one engine is made to tell what its layers take. And the registry of them."""
+"""The interface of a reader, which makes one engine report its layers' times, and the registry of readers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from serve.runtime.engines.base import Engine, open_engine
 from serve.runtime.registry import Registry
 from serve.runtime.service.predictor import infer
 
-#: Calls before the first that counts: TorchScript optimises on its second.
+#: Untimed calls before the first timed one: TorchScript optimises on its second.
 WARM_CALLS: Final = 3
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a reader is to look at.
+    """The artifact that a reader profiles.
 
     Attributes:
-        folder: the artifact's.
+        folder: the artifact's folder.
         card: its card, whose files were checked.
-        execution: what runs it.
+        execution: its execution.
         images: the batch, ``uint8 (N, C, H, W)``.
-        calls: how many calls are to count.
-        floats: names and MACs of the layers of the float program that it was made from, in order, if that is known.
+        calls: the number of timed calls.
+        floats: names and MACs of the layers of its float program, in order, if that is known.
     """
 
     folder: Path
@@ -41,26 +41,26 @@ class Subject:
     floats: tuple[tuple[str, int], ...] = ()
 
     def open(self) -> Engine:
-        """The engine, as a server opens it."""
+        """Open the engine as a server does."""
         return open_engine(self.folder, self.card, self.execution)
 
     def call(self, engine: Engine) -> None:
-        """One call: all that a request pays for once its image is decoded."""
+        """Make one call, which does all the work of a request after decoding."""
         infer(engine, self.images, self.card.preprocessing, getattr(torch, self.card.input_dtype))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What an engine executes as one.
+    """A unit that an engine executes.
 
     Attributes:
-        name: of the layer as the model has it, or else as the engine calls it.
-        kind: the engine's word for what it does.
-        ms: what each call took.
-        precision: of its arithmetic: ``float32``, ``int8`` …; None where the engine does not say.
-        work: MACs and bytes; None where they cannot be known.
-        start_ms: when it began in the last call, from that call's beginning; None where the engine does not say.
-        after: names of the pieces whose answers it is given.
+        name: the layer's name in the model, or else the engine's name.
+        kind: the engine's word for its operation.
+        ms: the time of each call.
+        precision: precision of its arithmetic: ``float32``, ``int8`` …. None if the engine does not report it.
+        work: MACs and bytes. None if they are unknown.
+        start_ms: when it began in the last call, from that call's beginning. None if the engine does not report it.
+        after: names of the pieces that produce its inputs.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reading:
-    """What an engine told: its pieces in order of execution, and MACs of the network that could be given to none."""
+    """An engine's report: its pieces in order of execution, and MACs of the network that belong to no piece."""
 
     pieces: tuple[Piece, ...]
     left_macs: int = 0
@@ -83,13 +83,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Reader:
-    """How one engine is read. It runs in a process of its own: what it does to a library, it does to that process.
+    """How to read one engine. It runs in its own process, so that its changes to a library affect only that.
 
     Attributes:
-        name: the engine's.
-        read: opens the artifact so that the engine tells, calls it, and gives what was told.
-        int8_product: from a side and the number of threads to a call that multiplies two square int8 matrices with the
-            engine's own kernels, for the peak of the machine; None where the engine computes no integers.
+        name: the engine's name.
+        read: opens the artifact with measurement on, calls it, and returns the report.
+        int8_product: maps a side and the number of threads to a call that multiplies two square int8 matrices with the
+            engine's own kernels, for the machine's peak. None if the engine computes no integers.
     """
 
     name: str
@@ -106,11 +106,11 @@ def register(entry: Reader) -> Reader:
     """Add a reader to the registry.
 
     Raises:
-        ValueError: there is one of this engine.
+        ValueError: this engine has a reader.
     """
     return _REGISTRY.register(entry)
 
 
 def readers() -> dict[str, Reader]:
-    """All readers by their engine's name."""
+    """Return all readers by their engine's name."""
     return _REGISTRY.all()

@@ -15,7 +15,7 @@ _END_TO_END = "laid end to end: the engine says what each layer takes, and not w
 
 
 def chrome_trace(found: Profiled) -> dict[str, Any]:
-    """One call of each execution, which is a process of the trace, as JSON values."""
+    """Return one call of each execution as JSON values. Each execution is a process of the trace."""
     events = [event for number, one in enumerate(found.profiles) for event in _events(number, one)]
     return {
         "traceEvents": events,

@@ -1,7 +1,7 @@
-"""The product of two int8 matrices, as an ONNX graph for engines that run graphs: what an int8 peak is taken by.
+"""The product of two int8 matrices as an ONNX graph, to measure the int8 peak of graph engines.
 
-Its weights have the integers that artifacts for this CPU have. Without VNNI those of 8 bits would saturate, and what
-was timed would be no product.
+Its weights use the same integers as artifacts for this CPU. Without VNNI, 8-bit weights would saturate, and the
+measured operation would not be a product.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ INPUT = "a"
 
 
 def int8_product_graph(side: int) -> bytes:
-    """A graph of one product of ``uint8`` activations and ``int8`` weights, both ``(side, side)``, in Q/DQ.
+    """Return a graph of one product of ``uint8`` activations and ``int8`` weights, both ``(side, side)``, in Q/DQ.
 
-    Its input is the activations' integers, so that nothing but the product is timed; its output ``uint8``.
+    Its input is the activations' integers, so that only the product is timed. Its output is ``uint8``.
     """
     constants = [
         numpy_helper.from_array(weights(side), "w"),
@@ -41,12 +41,12 @@ def int8_product_graph(side: int) -> bytes:
 
 
 def activations(side: int) -> np.ndarray:
-    """Integers for its input."""
+    """Return integers for its input."""
     return np.random.default_rng(1).integers(0, 256, (side, side), dtype=np.uint8)
 
 
 def weights(side: int) -> np.ndarray:
-    """Integers of its weights."""
+    """Return integers for its weights."""
     most = x86_target().weight_max
     return np.random.default_rng(0).integers(-most, most + 1, (side, side), dtype=np.int8)
 

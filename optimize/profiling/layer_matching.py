@@ -1,4 +1,7 @@
-"""Which layers of an ONNX graph an engine's own pieces are, with their MACs: engines rename and join what they read."""
+"""Matches an engine's pieces with the layers of an ONNX graph and their MACs.
+
+Engines rename and join layers.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from optimize.export.macs import product_macs, weighted_macs
 from optimize.export.sparsity import constant_behind
 from optimize.profiling.layer_names import called
 
-#: What has MACs, of the operators that our graphs have.
+#: The operators in our graphs that have MACs.
 _COMPUTING: Final = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 #: What engines add to names: ONNX Runtime 1.31 (``_nchwc``, ``_token_7``, ``fused ``), OpenVINO 2026.4.
 _ADDED: Final = re.compile(r"^fused |/WithoutBiases$|/fq_\w+$|(_token_\d+)+$|_nchwc$|/duplicated$")
 _ROOT: Final = "module."
-#: What is left of a weight's name is the layer's.
+#: A weight's name without this is the layer's name.
 _OF_A_WEIGHT: Final = re.compile(r"[._](weight|kernel)\w*$")
 
 
@@ -36,12 +39,12 @@ class GraphLayer:
 
 
 class GraphLayers:
-    """The layers of a graph, each to be given once to what an engine executes.
+    """The layers of a graph. Each is assigned once to a piece of an engine.
 
     Args:
-        path: the graph; weights that lie beside it are not read.
-        batch: images that are run together.
-        known: names and MACs of the network's layers in their order, by which those of an int8 graph get names.
+        path: the graph. External weights are not read.
+        batch: the number of images in one batch.
+        known: names and MACs of the network's layers in order, which name the layers of an int8 graph.
     """
 
     def __init__(self, path: Path, batch: int, known: Sequence[tuple[str, int]] = ()) -> None:
@@ -65,16 +68,16 @@ class GraphLayers:
 
     @property
     def macs(self) -> int:
-        """Those of the whole graph."""
+        """Return the MACs of the whole graph."""
         return sum(layer.macs for layer in self._layers.values())
 
     @property
     def left(self) -> int:
-        """MACs of the layers that were given to nothing."""
+        """Return the MACs of the layers that were not assigned."""
         return sum(layer.macs for layer in self._left.values())
 
     def take(self, executed: str) -> GraphLayer | None:
-        """The layer that an engine executes under a name, which is then given; None if there is none left."""
+        """Assign and return the layer that an engine executes under a name. None if no layer is left."""
         for name in _aliases(executed):
             output = self._computed(self._by_name.get(name, name))
             layer: GraphLayer | None = self._left.pop(output, None) if output is not None else None
@@ -83,7 +86,7 @@ class GraphLayers:
         return None
 
     def _computed(self, tensor: str) -> str | None:
-        """The answer of the nearest layer before a tensor, or the tensor itself if it is one."""
+        """Return the output of the nearest layer before a tensor, or the tensor itself if it is one."""
         waiting, seen = [tensor], {tensor}
         while waiting:
             name = waiting.pop(0)
@@ -111,17 +114,17 @@ class GraphLayers:
             return GraphLayer(name, macs, 0)
         size = math.prod(weight.dims) * _itemsize(weight.data_type)
         own = _OF_A_WEIGHT.sub("", weight.name)
-        while own.startswith(_ROOT):  # what puts its input in front of the network calls it so
+        while own.startswith(_ROOT):  # the module that preprocesses the network's input adds this prefix
             own = own.removeprefix(_ROOT)
         return GraphLayer(name if own in ("", _ROOT.rstrip(".")) else own, macs, size)
 
     def _constant(self, tensor: str) -> onnx.TensorProto | None:
-        """The constant that a tensor is, however it is stored."""
+        """Return the constant of a tensor, however it is stored."""
         return constant_behind(tensor, self._makers, self._constants)
 
 
 def _aliases(executed: str) -> Iterator[str]:
-    """A name as an engine has it, and with less and less of what the engine added."""
+    """Yield an engine's name, and then the name with less and less of what the engine added."""
     yield executed
     while (shorter := _ADDED.sub("", executed, count=1)) != executed:
         executed = shorter
@@ -129,7 +132,7 @@ def _aliases(executed: str) -> Iterator[str]:
 
 
 def _places(shape: tuple[int, ...]) -> int:
-    """Positions of a tensor ``(N, C, ...)`` without its channels."""
+    """Return the number of positions of a tensor ``(N, C, ...)``, without its channels."""
     return math.prod((*shape[:1], *shape[2:]))
 
 

@@ -1,4 +1,4 @@
-"""What the layers of an artifact are called: an int8 program has lost the names that its float module's program has."""
+"""Names the layers of an artifact: an int8 program has lost the names of its float module's program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve.runtime.model_files.program_file import load_program
 
 
 def layer_name(node: fx.Node) -> str:
-    """The module of the model that a node comes from, by its path; of what no module does, the node's own name."""
+    """Return the path of the module that a node comes from, or the node's own name if there is none."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     if path:
@@ -24,12 +24,12 @@ def layer_name(node: fx.Node) -> str:
 
 
 def float_layers(program: Path, batch: int, shape: Sequence[int]) -> list[tuple[str, int]]:
-    """Names and MACs of what computes in a float program, in order.
+    """Return names and MACs of the computing layers of a float program, in order.
 
     Args:
         program: a ``.pt2`` file.
-        batch: images that are run together.
-        shape: of one, ``(C, H, W)``.
+        batch: the number of images in one batch.
+        shape: shape of one image, ``(C, H, W)``.
     """
     module: Any = load_program(program).module()
     work = program_work(module, torch.zeros(batch, *shape))
@@ -41,10 +41,10 @@ def _computes(work: dict[str, Any], node: fx.Node) -> bool:
 
 
 def called(own: Sequence[int], known: Sequence[tuple[str, int]]) -> list[str] | None:
-    """Names of layers with these MACs, if those that are known have the same in the same order; None: they are others.
+    """Return names for layers with these MACs if the known ones have the same MACs in the same order, else None.
 
     Args:
-        own: MACs of each, in order.
-        known: names and MACs of the same network's, in order.
+        own: MACs of each layer, in order.
+        known: names and MACs of the same network's layers, in order.
     """
     return [name for name, _ in known] if known and [macs for _, macs in known] == list(own) else None

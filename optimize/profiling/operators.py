@@ -1,4 +1,4 @@
-"""The operators that calls of an engine ran, in order, by torch's profiler; without those that they ran themselves."""
+"""The operators of an engine's calls, in order, from torch's profiler, without operators within operators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OWN: Final = "profiler::"  # torch's own marks
 
 
 def operator_calls(subject: Subject, engine: Engine) -> list[tuple[Any, list[Any]]]:
-    """The calls that count, each the event of the call and those of its operators (`torch.autograd.profiler_util`).
+    """Return the timed calls: for each the call's event and its operators' events (`torch.autograd.profiler_util`).
 
     Raises:
         PipelineError: calls differ in their operators.
@@ -35,7 +35,7 @@ def operator_calls(subject: Subject, engine: Engine) -> list[tuple[Any, list[Any
     for _ in range(WARM_CALLS):
         subject.call(engine)
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")  # of a profiler that clears its events at the end of a cycle, which has one
+        warnings.simplefilter("ignore")  # the profiler warns that it clears its events after a cycle: there is one
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             for _ in range(subject.calls):
                 subject.call(engine)
@@ -47,7 +47,7 @@ def operator_calls(subject: Subject, engine: Engine) -> list[tuple[Any, list[Any
 
 
 def _operators(event: Any) -> Iterator[Any]:
-    """The outermost operators within an event, in order of time."""
+    """Yield the outermost operators within an event, in order of time."""
     for child in sorted(event.cpu_children, key=lambda one: one.time_range.start):
         if "::" not in child.name:
             yield from _operators(child)
@@ -56,7 +56,7 @@ def _operators(event: Any) -> Iterator[Any]:
 
 
 def times(calls: list[tuple[Any, list[Any]]], place: int) -> tuple[tuple[float, ...], float]:
-    """Milliseconds of an operator in each call, by its place, and when it began in the last, from that call's start."""
+    """Return the milliseconds of the operator at a place in each call, and its start in the last call."""
     call, inside = calls[-1]
     taken = tuple(operators[place].time_range.elapsed_us() / 1e3 for _, operators in calls)
     return taken, (inside[place].time_range.start - call.time_range.start) / 1e3

@@ -1,4 +1,4 @@
-"""What this machine does at most, measured where it is compared: products of large matrices, and copies of memory."""
+"""Measures the machine's peaks in the profiling process: products of large matrices, and copies of memory."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from optimize.profiling.base import Reader
 from optimize.profiling.profile_records import Peak
 from serve.runtime.errors import one_line
 
-#: Rows and columns of the matrices, of which the faster count: small ones fit into caches, large ones fill vectors.
+#: Sides of the matrices. The faster product counts: small ones fit into caches, large ones fill vectors.
 _SIDES: Final = (512, 1536)
 #: Bytes that are copied: more than caches hold.
 _COPIED: Final = 256 << 20
 _SECONDS: Final = 0.4
 _FEWEST: Final = 5
-#: What torch multiplies matrices of.
+#: The dtypes of torch's matrix products.
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def peak(precision: str, reader: Reader, threads: int) -> Peak:
-    """The most MACs a second in a precision: by `torch.mm`, and in int8 by the engine's own product of matrices.
+    """Measure the most MACs a second in a precision: with `torch.mm`, and in int8 with the engine's own matrix product.
 
     Args:
-        precision: of the arithmetic.
-        reader: of the engine that is profiled.
-        threads: of the execution.
+        precision: precision of the arithmetic.
+        reader: reader of the profiled engine.
+        threads: the execution's number of threads.
     """
     product, by = reader.int8_product, f"{reader.name}'s own product"
     if precision in _DTYPES:
@@ -47,21 +47,21 @@ def peak(precision: str, reader: Reader, threads: int) -> Peak:
 
 
 def _product(dtype: torch.dtype, side: int, threads: int) -> Callable[[], object]:
-    """What multiplies two square matrices, by torch's threads."""
+    """Return a call that multiplies two square matrices with torch's threads."""
     a, b = (torch.rand(side, side).to(dtype) for _ in range(2))
     out = torch.empty(side, side, dtype=dtype)
     return lambda: torch.mm(a, b, out=out)
 
 
 def copy_rate(threads: int) -> float:
-    """Bytes a second that a copy reads and writes, together, beyond the caches."""
+    """Return the bytes a second that a copy reads and writes together, beyond the caches."""
     torch.set_num_threads(threads)
     source, target = torch.ones(_COPIED, dtype=torch.uint8), torch.zeros(_COPIED, dtype=torch.uint8)
     return 2 * _COPIED / fastest(lambda: target.copy_(source))
 
 
 def fastest(call: Callable[[], object]) -> float:
-    """Seconds of the fastest call: a peak is what was reached, whatever came between."""
+    """Return the seconds of the fastest call. A peak is the best value, whatever disturbs other calls."""
     call()
     best, until, count = float("inf"), time.perf_counter() + _SECONDS, 0
     while count < _FEWEST or time.perf_counter() < until:

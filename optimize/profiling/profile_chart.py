@@ -1,4 +1,4 @@
-"""A profile as bars: what each layer takes, and what share of the machine's peak it reaches."""
+"""A profile as bars: the time of each layer, and its share of the machine's peak."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _COLOURS = {"float": PAPER.float, "half": PAPER.half, "int": PAPER.int}
 
 
 def profile_svg(title: str, found: Profile) -> bytes:
-    """Three panels, a bar for each layer from top to bottom: milliseconds, share of the peak, share of a copy's rate.
+    """Draw three panels with a bar for each layer: milliseconds, share of the peak, share of a copy's rate.
 
-    Colours are those of the precision that a layer computes in; a layer without a figure has no bar.
+    Colours show the precision that a layer computes in. A layer without a figure has no bar.
     """
     layers = found.layers
     colours = [_COLOURS[family(layer.precision)] if layer.precision else PAPER.front for layer in layers]

@@ -1,4 +1,4 @@
-"""Where profiles are written: a folder beside the run, with figures, tables and charts; and the run's page."""
+"""Writes profiles into a folder beside the run, with figures, tables and charts, and updates the run's page."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def write_profile(found: Profiled, store: Path, run: str) -> Path:
 
     Args:
         found: the profiles.
-        store: of the run.
+        store: the run's store.
         run: its name.
 
     Returns:
         The folder.
     """
-    from optimize.profiling.profile_chart import profile_svg  # matplotlib: a run that only shows charts is spared it
+    from optimize.profiling.profile_chart import profile_svg  # imports matplotlib, which showing charts does not need
 
     folder = _folder(store, run)
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,14 +54,14 @@ def write_profile(found: Profiled, store: Path, run: str) -> Path:
 
 
 def layer_charts(store: Path, run: str) -> list[LayerChart]:
-    """The charts of a run's profiles, without those of artifacts that were made anew since, and damaged ones."""
+    """Return the charts of a run's profiles, without damaged ones, and without those of artifacts made anew since."""
     found = []
     whole = functools.partial(sealed_files.holds, _folder(store, run))
     for path in sorted(_folder(store, run).glob("*.json")):
         try:
             profiled = Profiled.from_json(json.loads(path.read_text(encoding="utf-8")))
             card = read_card(layout.artifact_folder(store, run, profiled.artifact))
-        except (OSError, ValueError, CardError):  # of another version, or of an artifact that the run has not any more
+        except (OSError, ValueError, CardError):  # another version, or an artifact that the run no longer has
             continue
         if content(card) != profiled.content or not whole(path.name):
             continue
@@ -74,7 +74,7 @@ def layer_charts(store: Path, run: str) -> list[LayerChart]:
 
 
 def write_page(store: Path, run: str) -> None:
-    """Write a run's page anew, with the charts of its profiles."""
+    """Write a run's page again, with the charts of its profiles."""
     objects = Store(store)
     with objects.lock(layout.run_lock(run)):
         report = report_of(store, run)
@@ -88,7 +88,7 @@ def _folder(store: Path, run: str) -> Path:
 
 
 def chart_name(artifact: str, runs_on: str) -> str:
-    """What the chart of an execution is called, without its ending."""
+    """Return the file name of an execution's chart, without its ending."""
     return f"{artifact}@{re.sub(r'[^A-Za-z0-9_.=+-]+', '-', runs_on).strip('-')}"
 
 

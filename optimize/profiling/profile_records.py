@@ -1,4 +1,4 @@
-"""What was found of an artifact's layers, as it is stored and shown. Records only: nothing is measured or worded here.
+"""The records of profiles as they are stored and shown. Nothing is measured or formatted here.
 
 Times are milliseconds of a batch, sizes bytes, rates per second.
 """
@@ -18,11 +18,11 @@ SCHEMA: Final = 1
 
 
 class Layer(Record):
-    """What an engine executes as one: a layer, often with the activation or the sum behind it.
+    """A unit that an engine executes: a layer, often with the activation or the sum after it.
 
-    ``ms`` is the median of the calls; ``macs`` and bytes are None where they are not known. ``precision`` is that of
-    its arithmetic, ``kind`` the engine's word for what it does. ``start_ms`` is when it began in the last call (None
-    where the engine does not say), ``after`` what gave it what it is given.
+    ``ms`` is the median of the calls. ``macs`` and bytes are None if they are unknown. ``precision`` is that of its
+    arithmetic, ``kind`` the engine's word for its operation. ``start_ms`` is when it began in the last call (None if
+    the engine does not report it). ``after`` names the layers that produce its inputs.
     """
 
     name: str
@@ -38,15 +38,15 @@ class Layer(Record):
 
     @property
     def bytes(self) -> int | None:
-        """All that it reads and writes at least once."""
+        """Return all bytes that it reads and writes at least once."""
         parts = [part for part in (self.weights, self.read, self.written) if part is not None]
         return sum(parts) if parts else None
 
 
 class Peak(Record):
-    """The most that this machine was seen to do in the same process, by the execution's threads.
+    """The machine's best rate in the same process, with the execution's threads.
 
-    ``macs_per_s`` is None where it was not measured; ``how`` says by what, or why not.
+    ``macs_per_s`` is None if it was not measured. ``how`` says how it was measured, or why not.
     """
 
     precision: str
@@ -55,10 +55,10 @@ class Peak(Record):
 
 
 class Profile(Record):
-    """An artifact's layers as one execution runs them.
+    """An artifact's layers in one execution.
 
-    ``call_ms`` is the median of whole calls that nothing looks into; the layers' times are of ``calls`` others, with
-    the engine's own measurement on. ``left_macs`` are those of the network that could be given to no layer.
+    ``call_ms`` is the median of whole calls without measurement inside. The layers' times come from ``calls`` other
+    calls, with the engine's own measurement on. ``left_macs`` are MACs of the network that belong to no layer.
     """
 
     runs_on: str
@@ -74,16 +74,16 @@ class Profile(Record):
 
     @property
     def layers_ms(self) -> float:
-        """All layers together."""
+        """Return the time of all layers together."""
         return sum(layer.ms for layer in self.layers)
 
     @property
     def macs(self) -> int:
-        """All that layers are known to do."""
+        """Return the known MACs of all layers."""
         return sum(layer.macs or 0 for layer in self.layers) + self.left_macs
 
     def of_peak(self, layer: Layer) -> float | None:
-        """A layer's MACs in its time, as a share of the most that the machine does in its precision."""
+        """Return a layer's rate of MACs as a share of the machine's peak in its precision."""
         peaks = {peak.precision: peak.macs_per_s for peak in self.peaks}
         peak = peaks.get(layer.precision or "")
         if not layer.macs or not peak or layer.ms <= 0:
@@ -91,16 +91,16 @@ class Profile(Record):
         return layer.macs / (layer.ms / 1e3) / peak
 
     def of_copy(self, layer: Layer) -> float | None:
-        """A layer's bytes in its time, as a share of what copying memory moves; caches may give more than 1."""
+        """Return a layer's rate of bytes as a share of the rate of copying memory. Caches may give more than 1."""
         if not layer.bytes or layer.ms <= 0:
             return None
         return layer.bytes / (layer.ms / 1e3) / self.copy_bytes_per_s
 
 
 class Profiled(Record):
-    """Profiles of one artifact, by every execution that tells, and why others do not.
+    """Profiles of one artifact, for every execution that reports layers, and the reasons for the others.
 
-    ``content`` is the artifact's, as `optimize.store.keys.content` has it.
+    ``content`` is the artifact's, as in `optimize.store.keys.content`.
     """
 
     schema_version: int = SCHEMA

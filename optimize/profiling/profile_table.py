@@ -16,7 +16,7 @@ HEADS = ("layer", "what", "precision", "ms", "time %", "MACs", "weights", "read"
 
 
 def rows(found: Profile) -> list[tuple[str, ...]]:
-    """A line for each layer in order of execution, and the last for all together."""
+    """Return a line for each layer in order of execution, and a last line for the sum."""
     whole = found.layers_ms or 1.0
     lines = [
         (
@@ -41,7 +41,7 @@ def rows(found: Profile) -> list[tuple[str, ...]]:
 
 
 def caption(found: Profiled, one: Profile) -> str:
-    """What the figures are, and what they are compared with."""
+    """Explain the figures and what they are compared with."""
     said = [
         f"{found.title}, {found.artifact} by {one.runs_on} ({one.provider}) on {found.cpu}, "
         f"{plural(one.execution.cores, 'thread')}, batch {found.batch}: "
@@ -60,7 +60,7 @@ def caption(found: Profiled, one: Profile) -> str:
 
 
 def print_profiled(found: Profiled) -> None:
-    """Print to standard output; a file or a pipe gets the whole, however long the lines."""
+    """Print to standard output. A file or a pipe gets everything, with lines of any length."""
     console = Console(soft_wrap=True)
     for one in found.profiles:
         table = Table(box=None, pad_edge=False)
@@ -75,7 +75,7 @@ def print_profiled(found: Profiled) -> None:
 
 
 def markdown(found: Profiled) -> str:
-    """The tables and what they are of, for a document."""
+    """Return the tables and their explanations for a document."""
     parts = []
     for one in found.profiles:
         lines = [HEADS, ["---"] * 3 + ["---:"] * (len(HEADS) - 3), *rows(one)]
@@ -86,7 +86,7 @@ def markdown(found: Profiled) -> str:
 
 
 def amount(macs: int | None) -> str:
-    """MACs in millions or thousands; nothing where a layer has none."""
+    """Format MACs in millions or thousands. A dash if they are unknown."""
     if macs is None:
         return NONE
     if macs == 0:

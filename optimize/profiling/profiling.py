@@ -1,4 +1,4 @@
-"""An artifact profiled by every execution that tells: each in a process of its own, one after the other."""
+"""Profiles an artifact with every execution that reports layers, each in its own process, one after the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import execution_id, executions_for, find_engine
 from serve.runtime.errors import CardError, PipelineError, UserError
 
-#: Images at most; a batch is held as bytes, and every activation of it.
+#: The largest batch. It is held as bytes, with every activation.
 MOST_IMAGES: Final = 1024
 
 #: Why engines are not read.
@@ -40,22 +40,22 @@ def profile_artifact(
     floats: Path | None = None,
     listener: Listener = SILENT,
 ) -> Profiled:
-    """What each layer of an artifact takes, by the executions on the CPU that tell.
+    """Measure the work and the time of each layer of an artifact, with the executions on the CPU that report it.
 
-    The images are noise: a layer does the same operations on any, and but for subnormal numbers, which are slow, a CPU
-    takes as long for them. No other run of this machine measures meanwhile.
+    The images are noise: a layer does the same operations on any image, and takes as long on a CPU, except for
+    subnormal numbers, which are slow. No other run on this machine measures at the same time.
 
     Args:
-        folder: the artifact's, whose files are checked.
-        batch: images that are run together.
-        execution: an engine's name, for it with its usual settings, or one execution; by default all that run it.
-        floats: the float program that it was made from (see `float_program`): layers of an int8 artifact are called as
-            there.
-        listener: told of each.
+        folder: the artifact's folder, whose files are checked.
+        batch: the number of images in one batch.
+        execution: the name of an engine, which stands for its default settings, or one execution. By default all that
+            can run the artifact.
+        floats: its float program (see `float_program`), which names the layers of an int8 artifact.
+        listener: receives the progress.
 
     Raises:
-        UserError: the folder is no whole artifact, the batch is no number of images, or nothing that was asked for runs
-            it, or tells.
+        UserError: the folder is not a complete artifact, the batch is not a number of images, or no requested execution
+            runs it or reports layers.
     """
     if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MOST_IMAGES:
         raise UserError(f"batch: must be a whole number of images from 1 to {MOST_IMAGES:,}, found {batch!r}")
@@ -111,7 +111,7 @@ def profile_artifact(
 
 
 def float_program(line: Iterable[tuple[Path, Card]]) -> Path | None:
-    """Of an artifact and what it was made from, nearest last, the nearest float program."""
+    """Return the nearest float program among an artifact (last) and its ancestors."""
     found = None
     for folder, card in line:
         if card.format == "exported_program" and card.precision == "float32":
@@ -120,7 +120,7 @@ def float_program(line: Iterable[tuple[Path, Card]]) -> Path | None:
 
 
 def _chosen(card: Card, wanted: str | Execution | None) -> list[Execution]:
-    """The executions that are profiled.
+    """Return the executions to profile.
 
     Raises:
         UserError: the engine is unknown, or does not run the artifact here.
@@ -139,7 +139,7 @@ def _chosen(card: Card, wanted: str | Execution | None) -> list[Execution]:
 
 
 def _untold(by: Execution) -> str | None:
-    """Why an execution is not profiled, before anything is opened."""
+    """Say why an execution is not profiled, before anything is opened."""
     if by.engine not in readers():
         return _UNREAD
     if by.device_type != "cpu":

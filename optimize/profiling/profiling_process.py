@@ -1,4 +1,4 @@
-"""The process that an artifact is profiled in: one for each execution, with the execution's own threads."""
+"""The process that profiles an artifact: one for each execution, with the execution's own threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from serve.runtime.card.execution import Execution, settle
 from serve.runtime.engines.base import execution_id, find_engine, unavailable
 from serve.runtime.errors import EngineError
 
-#: Seconds of calls that are timed, whole ones and looked into each, and how many at least and at most.
+#: Seconds of timed calls, for whole calls and for calls with measurement inside, and their least and largest number.
 _SECONDS: Final = 1.0
 _FEWEST, _MOST = 5, 100
 
@@ -28,18 +28,18 @@ _FEWEST, _MOST = 5, 100
 def in_process(
     payload: bytearray, *, folder: str, execution: Mapping[str, Any], batch: int, floats: str | None = None
 ) -> dict[str, Any]:
-    """Profile an artifact by an execution, as a process is asked for it: a `Profile` as JSON values.
+    """Profile an artifact with an execution. Returns a `Profile` as JSON values.
 
     Args:
-        payload: ``uint8 (batch, C, H, W)`` images, as they lie in memory.
-        folder: the artifact's.
-        execution: what runs it.
-        batch: images that are run together.
-        floats: the float program that it was made from, for the names of its layers.
+        payload: ``uint8 (batch, C, H, W)`` images, as raw memory.
+        folder: the artifact's folder.
+        execution: the execution.
+        batch: the number of images in one batch.
+        floats: its float program, for the names of its layers.
 
     Raises:
         EngineError: the engine does not run it here.
-        PipelineError: what the engine tells cannot be read.
+        PipelineError: the engine's report cannot be read.
     """
     by = Execution.from_json(execution)
     entry, reader = find_engine(by.engine), readers()[by.engine]
@@ -70,7 +70,7 @@ def in_process(
 
 
 def _whole_calls(subject: Subject) -> tuple[str, list[float]]:
-    """What executes it, and milliseconds of calls that nothing looks into."""
+    """Return the library that executes it, and milliseconds of calls without measurement inside."""
     engine = subject.open()
     for _ in range(WARM_CALLS):
         subject.call(engine)

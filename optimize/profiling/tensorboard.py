@@ -1,4 +1,4 @@
-"""Profiles as TensorBoard's graph: layers as nodes, coloured by what they take. Needs the extra ``tensorboard``."""
+"""Profiles as TensorBoard's graph: layers as nodes, coloured by their time. Needs the extra ``tensorboard``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from optimize.profiling.profile_records import Profile, Profiled
 from optimize.training.tensorboard_events import tensorboard
 from serve.runtime.errors import UserError
 
-#: What a node of a TensorFlow graph may be called (tensorflow/core/framework/node_def_util.cc).
+#: Characters that the name of a TensorFlow graph node must not have (tensorflow/core/framework/node_def_util.cc).
 _ILLEGAL: Final = re.compile(r"[^A-Za-z0-9_./\-]")
 
 _DEVICE: Final = "/device:CPU:0"
 
 
 def write_graphs(found: Profiled, folder: Path) -> list[Path]:
-    """Write an event file for each execution, ``folder/<execution>/``, that TensorBoard shows under *Graphs*.
+    """Write an event file for each execution, ``folder/<execution>/``, which TensorBoard shows under *Graphs*.
 
-    A node has its layer's kind, precision, MACs and bytes as attributes; the choice *Compute time* colours by time.
+    A node has its layer's kind, precision, MACs and bytes as attributes. The choice *Compute time* colours by time.
 
     Raises:
         UserError: tensorboard is not installed, or the folder cannot be written.
@@ -42,7 +42,7 @@ def write_graphs(found: Profiled, folder: Path) -> list[Path]:
 
 
 def _graph(one: Profile) -> tuple[Any, Any]:
-    """A ``GraphDef`` and a ``RunMetadata`` with the time of each node, microseconds."""
+    """Return a ``GraphDef`` and a ``RunMetadata`` with the time of each node, microseconds."""
     graph = _proto("graph_pb2.GraphDef", versions=_proto("versions_pb2.VersionDef", producer=22))
     stats = _proto("step_stats_pb2.DeviceStepStats", device=_DEVICE)
     count: Counter[str] = Counter()
@@ -70,6 +70,6 @@ def _graph(one: Profile) -> tuple[Any, Any]:
 
 
 def _proto(name: str, **fields: Any) -> Any:
-    """A message of TensorFlow's, of those that tensorboard brings."""
+    """Make one of the TensorFlow messages that tensorboard contains."""
     module, _, message = name.partition(".")
     return getattr(importlib.import_module(f"tensorboard.compat.proto.{module}"), message)(**fields)

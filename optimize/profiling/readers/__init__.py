@@ -1,1 +1,1 @@
-"""One file for each engine that tells what its layers take: how to make it tell, and how to read it."""
+"""One file for each engine that reports its layers: how to turn the report on, and how to read it."""

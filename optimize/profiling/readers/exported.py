@@ -1,4 +1,4 @@
-"""``exported``: each call of an exported program's graph is one operator of torch's, which its profiler times."""
+"""``exported``: each call in an exported program's graph is one torch operator, which torch's profiler times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``onnxruntime``: ONNX Runtime writes what each node of a session took, with shapes, as a file of JSON."""
+"""``onnxruntime``: ONNX Runtime writes the time of each node of a session, with shapes, into a JSON file."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def read(subject: Subject) -> Reading:
 
 @contextlib.contextmanager
 def _sessions_that_tell(prefix: Path) -> Iterator[None]:
-    """Sessions that are made meanwhile write a profile, whoever makes them and with whatever options.
+    """Make all sessions that are created within the block write a profile, whatever their options.
 
-    The runtime's own code makes the session, so that it is the one that serves; a run alone cannot be asked to tell
-    (1.31).
+    The runtime's own code makes the session, so that it is the same as in the server. Profiling cannot be turned on for
+    a single run (1.31).
     """
     library = runtime()
     plain = library.SessionOptions
@@ -75,7 +75,7 @@ def _sessions_that_tell(prefix: Path) -> Iterator[None]:
 
 
 def _calls(events: Sequence[Event], count: int) -> list[tuple[Event, list[Event]]]:
-    """The last calls, each with its nodes in order of time."""
+    """Return the last calls, each with its nodes in order of time."""
     runs = sorted((one for one in events if one["name"] == _RUN), key=lambda one: one["ts"])[-count:]
     nodes = sorted(
         (one for one in events if one["cat"] == "Node" and one["name"].endswith(_NODE)), key=lambda one: one["ts"]
@@ -94,7 +94,7 @@ def _names(nodes: Sequence[Event]) -> tuple[str, ...]:
 
 
 def _piece(nodes: Sequence[Event], run: Event, layers: GraphLayers) -> Piece:
-    """A node, as each call had it."""
+    """Make a piece from a node's events in each call."""
     last = nodes[-1]
     about = last["args"]
     called, kind = last["name"].removesuffix(_NODE), about["op_name"]
@@ -111,7 +111,7 @@ def _piece(nodes: Sequence[Event], run: Event, layers: GraphLayers) -> Piece:
 
 
 def _work(about: Event, layer: GraphLayer | None) -> Work:
-    # Of weights that a kernel has packed for itself the session keeps nothing, and counts nothing (1.31).
+    # The session neither keeps nor counts weights that a kernel has packed for itself (1.31).
     weights = max(int(about["parameter_size"]), layer.weights if layer else 0)
     return Work(
         layer.macs if layer else 0,

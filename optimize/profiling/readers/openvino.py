@@ -1,7 +1,7 @@
-"""``openvino``: OpenVINO counts what each node of a compiled model takes, and says what it made of the graph.
+"""``openvino``: OpenVINO measures each node of a compiled model, and describes the compiled graph.
 
-Its counters (2026.4) are means of all calls in whole microseconds: single calls and their order in time are not to be
-had, and what takes less than one is said not to have run.
+Its counters (2026.4) are means of all calls in whole microseconds. Single calls and their order in time are not
+available. A node that takes less than one microsecond is reported as not run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from serve.runtime.engines.openvino import OpenVinoEngine, compile_bytes, core
 from serve.runtime.errors import PipelineError
 
 _PRECISIONS: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "int8", "i8": "int8"}
-#: What computes layers, by OpenVINO's word for it.
+#: OpenVINO's words for operations that compute layers.
 _COMPUTING: Final = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "ScaledDotProduct", "MHA")
 
 
 def read(subject: Subject) -> Reading:
     """See `Reader`."""
-    core().set_property("CPU", {"PERF_COUNT": True})  # for what is compiled from here on, as the engine's own is
+    core().set_property("CPU", {"PERF_COUNT": True})  # for all later compilations, the engine's own too
     try:
         engine = subject.open()
     finally:
@@ -37,7 +37,7 @@ def read(subject: Subject) -> Reading:
     for _ in range(subject.calls):
         subject.call(engine)
     after = _times(engine.request)
-    # What it says is the mean of all calls: the first ones are taken out again.
+    # The counters are means of all calls, so the first ones are subtracted.
     whole = WARM_CALLS + subject.calls
     times = {key: max(0.0, (whole * after[key] - WARM_CALLS * before.get(key, 0.0)) / subject.calls) for key in after}
     layers = None
@@ -59,9 +59,9 @@ def read(subject: Subject) -> Reading:
 
 
 def _times(request: Any) -> dict[tuple[int, str, str], float]:
-    """Mean milliseconds of each node that ran, in order of execution, by place, name and kind.
+    """Return mean milliseconds of each node that ran, in order of execution, by place, name and kind.
 
-    What computes a layer ran in any case: one of less than a microsecond has taken 0.
+    A node that computes a layer always ran. If it took less than a microsecond, its time is 0.
     """
     return {
         (place, one.node_name, one.node_type): one.real_time.total_seconds() * 1e3
@@ -75,7 +75,7 @@ def _computes(kind: str) -> bool:
 
 
 def _piece(node: Any, ms: float, layers: GraphLayers | None) -> Piece:
-    """A node of what was compiled, with the layer that it computes."""
+    """Make a piece from a node of the compiled model, with the layer that it computes."""
     about = {name: getattr(value, "value", value) for name, value in node.get_rt_info().items()}
     name, kind = node.get_friendly_name(), str(about["layerType"])
     given = [(one.get_source_output().get_node(), one) for one in node.inputs()]
@@ -99,7 +99,7 @@ def _piece(node: Any, ms: float, layers: GraphLayers | None) -> Piece:
 
 
 def _layer(node: Any, about: dict[str, Any], layers: GraphLayers) -> GraphLayer | None:
-    """What of the graph a node computes: it may be several layers in one, as a whole attention is."""
+    """Return the layer that a node computes. It may combine several, as a whole attention does."""
     names = [name for name in (*str(about["originalLayersNames"]).split(","), node.get_friendly_name()) if name]
     found = [layer for name in names if (layer := layers.take(name)) is not None]
     if not found:
@@ -113,7 +113,7 @@ def _is_constant(node: Any) -> bool:
 
 
 def _bytes(port: Any) -> int:
-    """Bytes of what a port carries; of a dynamic shape nothing is known."""
+    """Return the bytes of a port's tensor. 0 for a dynamic shape, whose size is unknown."""
     shape = port.get_partial_shape()
     if shape.is_dynamic or port.get_element_type().is_dynamic():
         return 0

@@ -1,7 +1,7 @@
 """``torchscript``: the operators that a TorchScript program runs, as torch's profiler times them.
 
-A frozen program has no names of layers and no shapes. Those of an int8 program are its reference program's, which has
-the same layers in the same order, in integers and in float.
+A frozen program has no names of layers and no shapes. Those of an int8 program are taken from its reference program,
+which has the same layers in the same order, in integers and in float.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.model_files.program_file import load_program
 
-#: What computes, in a program of torch's kernels and in a reference program; what is fused with it is part of it. A
-#: frozen program calls each float convolution, whatever its dimensions, ``aten::_convolution`` (torch 2.11 to 2.14).
+#: The computing operators, in a program of torch's kernels and in a reference program, with the operators fused into
+#: them. A frozen program calls each float convolution ``aten::_convolution``, whatever its dimensions (torch 2.11 to
+#: 2.14).
 _COMPUTES: Final = re.compile(
     r"(?:quantized|aten)::_?(conv|linear|matmul)(?:olution|(?:_transpose)?\d?d)?(?:_add)?(?:_relu|_leaky_relu|_tanh)?$"
 )
@@ -35,7 +36,7 @@ _FLOAT, _INT8 = 4, 1  # bytes
 
 @dataclass(frozen=True)
 class _Known:
-    """A layer of a reference program: what it does, whether in integers, what it is called, what it has to do."""
+    """A layer of a reference program: its kind, whether it is int8, its name, its work."""
 
     kind: str
     is_int8: bool
@@ -51,7 +52,7 @@ def read(subject: Subject) -> Reading:
     computing = [(found[1], _is_int8(one.name)) for one in operators if (found := _COMPUTES.match(one.name))]
     layers, left_macs = _reference(subject)
     if [(layer.kind, layer.is_int8) for layer in layers] != computing:
-        layers, left_macs = [], 0  # another program's: names would be guesses
+        layers, left_macs = [], 0  # another program's layers: names would be guesses
     left = iter(layers)
     pieces: list[Piece] = []
     for place, operator in enumerate(operators):
@@ -78,9 +79,9 @@ def _is_int8(operator: str) -> bool:
 
 
 def _reference(subject: Subject) -> tuple[list[_Known], int]:
-    """What computes in the reference program beside an int8 artifact, in order, with the bytes of what is executed.
+    """Return the computing layers of an int8 artifact's reference program, in order.
 
-    And the MACs of what is of another kind.
+    Their bytes are those of the real program. Also returns the MACs of all other nodes.
     """
     if REFERENCE_FILE not in subject.card.files or subject.card.file == REFERENCE_FILE:
         return [], 0
