@@ -54,7 +54,8 @@ GUIDES = ("docs/get-started.md", "docs/guides/*.md")
 PACKAGES = ("serve", "optimize")
 HELD_FOLDERS = (
     *("optimize", "optimize/data/formats", "optimize/run/certification", "optimize/run/recommendation"),
-    *(f"optimize/{room}" for room in ("api", "data", "measure", "models", "profiling", "report", "run", "store", "training")),
+    *(f"optimize/{room}" for room in ("api", "data", "measure", "models", "profiling")),
+    *(f"optimize/{room}" for room in ("report", "run", "store", "training")),
     *("optimize/training/distributed", "optimize/profiling/readers"),
     *("serve", "serve/asgi", "serve/runtime"),
     *(f"serve/asgi/{folder}" for folder in ("http", "process", "protocols")),

@@ -101,10 +101,10 @@ def loader(
 class Loader:
     """Reads a split in batches, any number of times. Use `loader` to make one.
 
-    Threads decode a small split at first use. It is kept in memory, or in a file if it is read in order. Worker
-    processes decode any other split anew in each epoch, and stay alive between epochs. ``left_out`` has the reason for
-    each row that was unreadable so far. ``share`` is the part of each batch to read, and the number of parts, if
-    several processes share it.
+    Threads decode a small split at first use, and it is kept in memory. A larger one that is read in order is kept in a
+    file. Worker processes decode any other split anew in each epoch, and stay alive between epochs. ``left_out`` has
+    the reason for each row that was unreadable so far. ``share`` is the part of each batch to read, and the number of
+    parts, if several processes share it.
     """
 
     split: Split

@@ -14,7 +14,7 @@ from optimize.store.atomic_files import write_atomically
 from serve.runtime.card.card import sha256_file
 from serve.runtime.card.json_documents import sealed, unsealed
 
-#: The kernel's clock for file times ticks at least every 10 ms. Two changes within one tick look like one.
+#: The kernel's clock for file times ticks up to a hundred times a second. Two changes within a tick look like one.
 _TICK_NS: Final = 20_000_000
 #: If there are more entries than this, those that this process did not use are dropped.
 _MOST: Final = 16_384
