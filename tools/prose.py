@@ -65,7 +65,10 @@ HELD_FOLDERS = (
     ),
     *(f"serve/{room}" for room in ("archive", "common", "export", "load", "packing", "runs", "torchserve", "tune")),
     *("optimize/tracing", "optimize/export", "optimize/export/onnx_graph", "optimize/passes"),
-    *(f"optimize/quantization/{folder}" for folder in ("graph", "lowering", "placement", "rewrites")),
+    *(
+        f"optimize/quantization/{folder}"
+        for folder in ("graph", "lowbit", "lowering", "placement", "recovery", "rewrites")
+    ),
     *("optimize/certify", "optimize/lint", "optimize/precision", "optimize/pruning", "optimize/quantization"),
 )
 

@@ -1,4 +1,4 @@
-"""What the user chooses for fewer bits: how many, by which method, and where int8 stays."""
+"""The settings for fewer bits: how many, by which method, and what stays int8."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TERNARY = ("twn", "ttq")
 
 
 class LowBits(Choices):
-    """The settings that ``ptq-lowbit`` and ``qat-lowbit`` share. 8 bits are int8, as ``ptq`` makes it."""
+    """The settings that ``ptq-lowbit`` and ``qat-lowbit`` share. 8 bits are int8, as in ``ptq``."""
 
     weight_bits: int = Field(
         default=4, ge=1, le=8, description="of the weights of convolutions and linear layers; 1: -1 and 1; 8: int8"
@@ -46,12 +46,12 @@ class LowBits(Choices):
 
     @property
     def label(self) -> str:
-        """Its bits in a word, such as ``W4A4``."""
+        """Its bits as a word, such as ``W4A4``."""
         return f"W{self.weight_bits}A{self.activation_bits}"
 
 
 class LowBitTraining(LowBits):
-    """What ``qat-lowbit`` chooses besides: methods."""
+    """The further settings of ``qat-lowbit``: methods."""
 
     weight_quantizer: WeightQuantizerName = Field(
         default_factory=lambda others: "xnor" if others.get("weight_bits") == 1 else "lsq",
@@ -98,13 +98,13 @@ class LowBitTraining(LowBits):
 def low_layers(
     traced: fx.GraphModule, chosen: Chosen, config: LowBits, build: Callable[[], nn.Module]
 ) -> tuple[str, ...]:
-    """Names of the layers that get fewer bits, in the graph's order.
+    """Return the names of the layers that get fewer bits, in the graph's order.
 
     Args:
         traced: see `trace_calls`.
-        chosen: what stays in float.
+        chosen: the layers in float.
         config: what stays int8.
-        build: makes the model as its code has it, which patterns are of.
+        build: makes the model with its original names, for the patterns.
 
     Raises:
         NotApplicableError: there are none.

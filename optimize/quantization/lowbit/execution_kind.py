@@ -1,7 +1,7 @@
-"""What an artifact of fewer bits says of itself: *executed*, *packed* or *simulated*, and never more than it is.
+"""How an artifact with fewer bits describes itself: *executed*, *packed* or *simulated*, and never more than it is.
 
-executed: int8 kernels compute the very integers, and weights are stored as int8. packed: the same kernels, and weights
-are stored in 4 or 2 bits. simulated: a float program between quantizers, no faster than float.
+Executed: int8 kernels compute exactly these integers, and weights are stored as int8. Packed: the same kernels, and
+weights are stored in 4 or 2 bits. Simulated: a float program between quantizers, no faster than float.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ _FLOAT = "int8 in float arithmetic"
 _SMALLEST = (2, 4)
 _SAID = re.compile(r"\((.+) (executed|packed|simulated)\)$")
 
-#: How the note on the size of an int8 graph's file ends.
+#: The end of the note on the file size of an int8 graph.
 OF_FLOAT = "of the float weights' bytes"
 
 
 def precision(label: str, own: str) -> str:
-    """A card's precision, of bits such as ``W4A4`` and of what the int8 program of them would be called."""
+    """Return a card's precision, from bits such as ``W4A4`` and the precision of the int8 program that has them."""
     return f"{_FLOAT} ({label} simulated)" if own == _FLOAT else f"int8 ({label} executed)"
 
 
 def of_graph(precision: str) -> str:
-    """The precision of an int8 graph, by that of what it is lowered from: what only simulates has executed nothing."""
+    """Return the precision of an int8 graph, from its source's. A source that only simulates has executed nothing."""
     said = _SAID.search(precision)
     return f"int8 ({said[1]} {said[2]})" if said else "int8"
 
 
 def of_packed(precision: str) -> str:
-    """The precision of a packed graph, by that of the graph that it was."""
+    """Return the precision of a packed graph, from that of the graph before."""
     said = _SAID.search(precision)
     return f"int8 ({said[1] if said else 'weights'} packed)"
 
 
 def note(label: str, layers: int, way: Way, bits: int) -> str:
-    """What is said of an artifact of fewer bits, as a note; ``bits`` are those that its weights' integers take."""
+    """Return the note of an artifact with fewer bits. ``bits`` are those that its weights' integers need."""
     what = f"{label} in {layers} layers, the others int8"
     if way == "simulated":
         return f"{what}: simulated, a float program between quantizers; no faster than float (1.0×)"

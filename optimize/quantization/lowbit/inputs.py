@@ -1,4 +1,4 @@
-"""How what a layer reads becomes few integers: torch.ao fake-quantize modules, and their places in a graph."""
+"""Quantizes the inputs of layers to few integers: torch.ao fake-quantize modules, and their places in a graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Grid:
-    """``levels`` integers from 0, of which ``zero_point`` stands for 0.0: ``(integer - zero_point) × scale``."""
+    """``levels`` integers from 0, with the zero point ``zero_point``: ``(integer - zero_point) × scale``."""
 
     scale: float
     zero_point: int
@@ -35,7 +35,7 @@ class Grid:
 class InputQuantizer(FakeQuantizeBase):
     """An activation's fake-quantize module, with 2**bits integers.
 
-    What is never negative has zero-point 0. The zero-point of what is, is found once, when training starts, and kept.
+    Activations that are never negative have zero point 0. The zero point of others is found once, when training starts.
     """
 
     dtype = torch.quint8
@@ -48,35 +48,38 @@ class InputQuantizer(FakeQuantizeBase):
 
     @property
     def above(self) -> int:
-        """How many integers stand for positive numbers (the paper's Qp)."""
+        """Number of integers for positive values (the paper's Qp)."""
         return self.quant_max - self.zero
 
     @property
     def grid(self) -> Grid:
-        """Its grid as it is now."""
+        """Its current grid."""
         return Grid(self.step(), self.zero, self.quant_max + 1)
 
     @abstractmethod
     def step(self) -> float:
-        """The scale."""
+        """Return the scale."""
 
     @abstractmethod
     def quantized(self, given: torch.Tensor) -> torch.Tensor:
-        """``given`` on the grid, with the gradients of training; of its dtype, computed in float32."""
+        """Return ``given`` on the grid, with the gradients of training, in its dtype, computed in float32."""
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """``given`` ``(N, …)`` on its grid; as it is while fake quantization is disabled."""
+        """Return ``given`` ``(N, …)`` on its grid, or unchanged while fake quantization is disabled."""
         if not self.fake_quant_enabled[0]:
             return given
         return self.quantized(given)
 
     def calculate_qparams(self, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and zero-point."""
+        """Return scale and zero point."""
         return torch.tensor([self.step()]), torch.tensor([self.zero])
 
 
 class LsqInput(InputQuantizer):
-    """Learned step size (Esser et al. 2020, arXiv:1902.08153): see `LsqWeight`; N is the features of one image."""
+    """Learned step size (Esser et al.
+
+    2020, arXiv:1902.08153). See `LsqWeight`; N is the number of features of one image.
+    """
 
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
@@ -94,10 +97,10 @@ class LsqInput(InputQuantizer):
 
 
 class PactInput(InputQuantizer):
-    """PACT (Choi et al. 2018, arXiv:1805.06085, section 3): a learned end, whose gradient is that of what lies beyond.
+    """PACT (Choi et al. 2018, arXiv:1805.06085, section 3): a learned upper end, with the gradient of values beyond it.
 
-    ``dy/dalpha`` is 1 where ``x >= alpha`` and 0 below (their equation after 2); a network's ReLU already ends at 0. Of
-    what has negative numbers the other end moves along. The paper's penalty on alpha is left out.
+    ``dy/dalpha`` is 1 where ``x >= alpha`` and 0 below (their equation after 2). A network's ReLU already ends at 0.
+    With negative values, the lower end moves along. The paper's penalty on alpha is left out.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -135,7 +138,7 @@ class _Pact(torch.autograd.Function):
 class DorefaInput(InputQuantizer):
     """DoReFa-Net (Zhou et al. 2016, arXiv:1606.06160, section 2.4): a bounded activation on a fixed grid.
 
-    The paper's bound is 1, for networks that are trained with it from the start; here it is what calibration found.
+    The paper's bound is 1, for networks that are trained with it from the start. Here it is the calibrated one.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -152,7 +155,7 @@ class DorefaInput(InputQuantizer):
         return found.to(given.dtype)
 
 
-#: The class of each name.
+#: The classes by name.
 INPUT_QUANTIZERS: dict[ActivationQuantizerName, type[InputQuantizer]] = {
     "lsq": LsqInput,
     "pact": PactInput,
@@ -161,18 +164,18 @@ INPUT_QUANTIZERS: dict[ActivationQuantizerName, type[InputQuantizer]] = {
 
 
 def put_before(module: fx.GraphModule, wanted: Mapping[str, Key], make: Callable[[Key], nn.Module]) -> dict[str, Key]:
-    """Let layers read through modules of their own, in place; those that read one tensor alike share one.
+    """Let layers read through new modules, in place. Layers that read one tensor in the same way share a module.
 
-    A watcher that torch.ao put there is replaced where nobody else reads through it, so that the tensor is rounded
-    once; else the new one stands behind it.
+    An existing observer of torch.ao is replaced if nobody else reads through it, so that the tensor is rounded once.
+    Otherwise the new module follows it.
 
     Args:
         module: traced, or prepared.
-        wanted: by layer what it shall read through.
-        make: makes one.
+        wanted: a key for each layer's module.
+        make: makes a module from its key.
 
     Returns:
-        What was wanted by the name of the module that does it.
+        The keys by the names of the new modules.
     """
     readers: defaultdict[tuple[fx.Node, Key], list[fx.Node]] = defaultdict(list)
     for node in module.graph.nodes:
@@ -198,7 +201,7 @@ def put_before(module: fx.GraphModule, wanted: Mapping[str, Key], make: Callable
 
 
 def _replaceable(module: fx.GraphModule, watcher: fx.Node) -> bool:
-    """Whether a watcher watches one tensor alone, and cuts nothing off (see `relu6`)."""
+    """Tell whether an observer is used for one tensor only, and clamps nothing (see `relu6`)."""
     own: Any = module.get_submodule(str(watcher.target))
     places = [node for node in module.graph.nodes if node.op == "call_module"]
     shared = sum(module.get_submodule(str(node.target)) is own for node in places) > 1

@@ -1,4 +1,4 @@
-"""A float network that is trained with fewer bits, and what it becomes: integers, scales and grids."""
+"""A float network for training with fewer bits, and its result: integers, scales and grids."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _TRAINED = {nn.Conv1d: nnqat.Conv1d, nn.Conv2d: nnqat.Conv2d, nn.Conv3d: nnqat.C
 
 @dataclass(frozen=True)
 class Quantized:
-    """What training came to.
+    """The result of training.
 
     Attributes:
-        module: the float network on the CPU, in eval mode, with the weights that training has them by.
-        codes: of each layer whose weight has fewer bits, its integers.
-        grids: of each layer whose input has fewer bits, that input's.
+        module: the float network on the CPU, in eval mode, with the trained weights.
+        codes: the integers of each layer whose weight has fewer bits.
+        grids: the input grid of each layer whose input has fewer bits.
     """
 
     module: fx.GraphModule
@@ -40,17 +40,17 @@ class Quantized:
 def start_network(
     traced: fx.GraphModule, layers: Sequence[str], config: LowBitTraining, context: Context, images: int
 ) -> fx.GraphModule:
-    """A copy of a traced network that rounds weights and inputs of layers, to be trained.
+    """Return a copy of a traced network that rounds weights and inputs of layers, for training.
 
-    Inputs' grids are those of the least squared error on training images, as the network has them whose weights are
-    rounded already.
+    Inputs start on the grids of the least squared error on training images. The network's weights are already rounded
+    then.
 
     Args:
-        traced: in eval mode, on the CPU; see `trace_calls`.
-        layers: which; see `low_layers`.
+        traced: in eval mode, on the CPU. See `trace_calls`.
+        layers: the layers. See `low_layers`.
         config: bits and methods.
         context: data, preprocessing, device.
-        images: training images that grids start from.
+        images: number of training images for the first grids.
     """
     module = copy.deepcopy(traced)
     if config.weight_bits < 8:
@@ -73,22 +73,22 @@ def start_network(
 
 
 def _trained(layer: nn.Module, config: LowBitTraining) -> nn.Module:
-    """torch.ao's layer for training, with a fake-quantize module of the weight."""
+    """Return torch.ao's layer for training, with a fake-quantize module of the weight."""
     kind, weight = WEIGHT_QUANTIZERS[config.weight_quantizer], layer.weight.detach()  # type: ignore[operator]
     fake = kind(config.weight_bits, len(weight), config.weights)
     fake.start(weight)
-    # Its activation is not read: inputs have modules of their own.
+    # Its activation is not used: inputs have their own modules.
     layer.qconfig = QConfig(activation=nn.Identity, weight=lambda **_: fake)  # type: ignore[assignment, no-untyped-call]
     trained: nn.Module = _TRAINED[type(layer)].from_float(layer)  # type: ignore[attr-defined]
     return trained
 
 
 def settle(trained: fx.GraphModule, traced: fx.GraphModule) -> Quantized:
-    """What a trained network came to.
+    """Return the result of a trained network.
 
     Args:
-        trained: see `start_network`; on the CPU, in eval mode.
-        traced: the network that it was made from; gets its weights.
+        trained: see `start_network`. It is on the CPU, in eval mode.
+        traced: the network that it was made from. It gets the trained weights.
     """
     own = trained.state_dict()
     traced.load_state_dict({name: own[name] for name in traced.state_dict()})

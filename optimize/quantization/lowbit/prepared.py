@@ -1,4 +1,4 @@
-"""Fewer bits in a network that is prepared for int8: its weights' integers and its inputs' grids, as they are known."""
+"""Puts fewer bits into a network prepared for int8: known integers of weights and grids of inputs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from optimize.quantization.ranges import Granularity, WeightObserver, weight_obs
 from optimize.quantization.simulate import weighted
 from optimize.quantization.targets import Target
 
-#: Of a layer's name.
+#: From a layer's name to the rule for the range of its weight, and the number of scales.
 Ranging = Callable[[str], tuple[WeightObserver, Granularity]]
 
 
 def lay_codes(prepared: fx.GraphModule, codes: Mapping[str, Codes]) -> None:
-    """Give weights of a prepared network, norms folded in, their integers, in place.
+    """Give weights of a prepared network, with norms folded in, their integers, in place.
 
-    A norm multiplies each output channel, so that the weight is still integers times a scale: that scale is found by
-    least squares, which is exact but for float32's rounding. Where it is negative, the integers change their signs.
+    A norm multiplies each output channel, so the weight is still integers times a scale. Least squares finds that
+    scale, exactly but for float32's rounding. If it is negative, the integers change their signs.
 
     Args:
         prepared: on the CPU, from a network whose weights are the codes' values.
@@ -44,10 +44,10 @@ def lay_codes(prepared: fx.GraphModule, codes: Mapping[str, Codes]) -> None:
 
 
 def lay_grids(prepared: fx.GraphModule, grids: Mapping[str, Grid], target: Target) -> None:
-    """Round what layers of a prepared network read to known grids, in place."""
+    """Round the inputs of a prepared network's layers to known grids, in place."""
 
     def rounding(grid: Grid) -> nn.Module:
-        # The same integers, moved to where the target has 0.
+        # The same integers, shifted to the target's zero point.
         zero, dtype = (grid.zero_point, torch.quint8) if target.activation_min == 0 else (0, torch.qint8)
         low = zero - grid.zero_point
         return fixed_activation(grid.scale, zero, low, low + grid.levels - 1, dtype)
@@ -60,16 +60,16 @@ def choose_bits(
 ) -> None:
     """Prepare layers for calibration with fewer bits, in place.
 
-    Weights get the scale whose range the settings find, with the ends of ``weight_bits``; of 1 bit their signs and mean
-    magnitude (`XnorWeight`). Inputs get observers of the least squared error, whatever observer the others have: the
-    wider a step, the more a range's end matters.
+    Weights get the scale of the range that the settings find, with integers of ``weight_bits``. With 1 bit they become
+    their signs times the mean magnitude (`XnorWeight`). Inputs get observers of the least squared error, whatever
+    observer the others have: with wider steps, the end of a range matters more.
 
     Args:
-        prepared: with observers; see `prepare`.
-        layers: which.
-        bits: of weights and inputs; 8 leaves them as they are.
-        ranging: how the range of a layer's weight is found, and of how many scales.
-        target: whose integers they are.
+        prepared: with observers. See `prepare`.
+        layers: the layers.
+        bits: of weights and inputs. 8 leaves them as they are.
+        ranging: gives the rule for the range of a layer's weight, and the number of scales.
+        target: the target of the integers.
     """
     called, weight_bits = weighted(prepared), bits.weight_bits
     if weight_bits < 8:

@@ -1,8 +1,7 @@
-"""Straight-through gradients (Bengio et al. 2013, arXiv:1308.3432): rounding that a gradient passes as if it were not.
+"""Straight-through gradients (Bengio et al. 2013, arXiv:1308.3432): rounding that passes gradients on unchanged.
 
-And those of learned steps (Esser et al. 2020, arXiv:1902.08153).
-
-As functions of autograd and not as ``x + (y - x).detach()``, whose sum rounds: what comes out lies on the grid exactly.
+Also the gradients of learned steps (Esser et al. 2020, arXiv:1902.08153). They are autograd functions. ``x + (y -
+x).detach()`` would round in its sum, while these results are exactly on the grid.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ class _Instead(torch.autograd.Function):
 
 
 def instead(given: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value``, whose gradient goes to ``given`` as it is; both of one shape."""
+    """Return ``value``, whose gradient goes to ``given`` unchanged. Both have the same shape."""
     found: torch.Tensor = _Instead.apply(given, value)
     return found
 
 
 def rounded(given: torch.Tensor) -> torch.Tensor:
-    """The nearest integers (ties to even), with the gradient of ``given`` itself."""
+    """Return the nearest integers (ties to even), with the gradient of ``given``."""
     return instead(given, given.detach().round())
 
 
 @dataclass(frozen=True)
 class Integers:
-    """The integers of a learned step: from ``low`` to ``high``, of which ``zero`` stands for 0.0."""
+    """The integers of a learned step, from ``low`` to ``high``, with the zero point ``zero``."""
 
     low: int
     high: int
@@ -46,18 +45,18 @@ class Integers:
 class _Stepped(torch.autograd.Function):
     """See `stepped`.
 
-    In whole passes over the tensor: torch's kernels (``torch.ao.quantization._learnable_fake_quantize``'s; private
-    in 2.11 to 2.14) go value by value, which takes two to three times as long on a CPU.
+    It computes in whole passes over the tensor. Torch's kernels (``torch.ao.quantization._learnable_fake_quantize``'s;
+    private in 2.11 to 2.14) go value by value, which takes two to three times as long on a CPU.
     """
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, step: torch.Tensor, integers: Integers, factor: float) -> torch.Tensor:
         each = step.view(-1, *(1,) * (given.ndim - 1)) if len(step) > 1 else step
-        steps = given * (1 / each)  # by the inverse, as torch's int8 kernels have it: a tie falls to the same side
+        steps = given * (1 / each)  # as torch's int8 kernels do: a tie falls to the same side
         low, high = integers.low - integers.zero, integers.high - integers.zero
         whole = steps.round().clamp_(low, high)
         found = (whole * each).to(given.dtype)
-        # Where nothing is negative, 0 is no end of the grid.
+        # Without negative values, 0 is no end of the grid.
         ctx.ends = (float(low) if low < 0 else -0.5, float(high))
         ctx.save_for_backward(steps, whole.sub_(_inside(steps, steps, ctx.ends)))
         ctx.factor, ctx.shape = factor, step.shape
@@ -74,21 +73,21 @@ class _Stepped(torch.autograd.Function):
 
 
 def _inside(given: torch.Tensor, steps: torch.Tensor, ends: tuple[float, float]) -> torch.Tensor:
-    """``given`` where ``steps`` lie between the ends, and 0 elsewhere, in one pass."""
+    """Return ``given`` where ``steps`` are between the ends, and 0 elsewhere, in one pass."""
     found: torch.Tensor = torch.ops.aten.hardtanh_backward(given, steps, *ends)
     return found
 
 
 def stepped(given: torch.Tensor, step: torch.Tensor, integers: Integers, factor: float) -> torch.Tensor:
-    """Round to whole numbers of a learned step (equations 1 to 3 of the paper).
+    """Round to multiples of a learned step (equations 1 to 3 of the paper).
 
-    The gradient of a value passes inside the grid; that of the step is ``round(v/s) - v/s`` inside and the grid's end
-    outside, times ``factor``.
+    The gradient of a value passes inside the grid. The gradient of the step is ``round(v/s) - v/s`` inside and the
+    grid's end outside, times ``factor``.
 
     Args:
-        given: float32, or narrower, whose dtype the answer has: it is computed in float32; of weights output channels
-            come first.
-        step: positive, float32; ``(1,)``, or ``(C,)`` for each row of ``given``.
+        given: float32 or narrower. The result has its dtype, and is computed in float32. Weights have output channels
+            first.
+        step: positive, float32. ``(1,)``, or ``(C,)`` for each row of ``given``.
         integers: the grid.
         factor: ``g`` of the paper's section 2.2.
     """

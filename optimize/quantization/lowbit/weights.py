@@ -1,8 +1,8 @@
-"""How a weight becomes few integers: torch.ao fake-quantize modules, one class a method of the literature.
+"""Quantizes weights to few integers: torch.ao fake-quantize modules, one class for each method of the literature.
 
-Each gives ``integers × scale``, the integers within a grid of its own and a scale for each output channel (or one for
-all), and passes gradients as its paper says. All work on the weight as it is trained, before a norm is folded into it:
-a norm's factor becomes part of the scale, and the integers stay.
+Each gives ``integers × scale`` on its own grid, with a scale for each output channel (or one for all). The gradients
+are those of its paper. All work on the trained weight before a norm is folded into it. The norm's factor becomes part
+of the scale, and the integers stay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from optimize.quantization.lowbit.straight import Integers, instead, rounded, st
 from optimize.quantization.ranges import Granularity, WeightRange
 from serve.runtime.device.cpu_integers import WEIGHT_MAX
 
-#: Below it a scale would be no normal number any more, nor positive.
+#: The smallest scale. Below it, a scale would not be a normal, positive number.
 LEAST_SCALE = float(torch.finfo(torch.float32).eps)
 
 WeightQuantizerName = Literal["lsq", "dorefa", "twn", "ttq", "xnor", "balanced"]
@@ -32,10 +32,10 @@ class Codes:
     """A weight on its grid.
 
     Attributes:
-        integers: of the weight's shape, whole numbers in float32.
-        scale: positive, of a shape that multiplies with it: ``(C, 1, …)`` or ``(1, 1, …)``.
+        integers: whole numbers in float32, in the weight's shape.
+        scale: positive, in a shape that broadcasts with it: ``(C, 1, …)`` or ``(1, 1, …)``.
         low: the least integer of the grid.
-        high: the largest.
+        high: the largest integer of the grid.
     """
 
     integers: torch.Tensor
@@ -45,12 +45,12 @@ class Codes:
 
     @property
     def bits(self) -> int:
-        """What the grid's integers take, in two's complement."""
+        """Number of bits for the grid's integers in two's complement."""
         return max(self.high.bit_length(), (-self.low - 1).bit_length()) + 1
 
     @property
     def value(self) -> torch.Tensor:
-        """What the integers stand for."""
+        """The values of the integers."""
         return self.integers * self.scale
 
 
@@ -72,35 +72,35 @@ class WeightQuantizer(FakeQuantizeBase):
 
     @abstractmethod
     def codes(self, weight: torch.Tensor) -> Codes:
-        """The weight ``(C, …)`` on its grid, without gradients."""
+        """Return the weight ``(C, …)`` on its grid, without gradients."""
 
     def on_grid(self, integers: torch.Tensor, scale: torch.Tensor) -> Codes:
-        """Integers of this grid."""
+        """Return integers of this grid with a scale."""
         return Codes(integers, scale, self.quant_min, self.quant_max)
 
     @abstractmethod
     def quantized(self, weight: torch.Tensor) -> torch.Tensor:
-        """The same as numbers of float32, with the gradients of training."""
+        """Return the quantized weight as float32, with the gradients of training."""
 
     def start(self, weight: torch.Tensor) -> None:
-        """Set what is learned as this weight would have it."""
+        """Initialise the learned parameters from a weight."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight on its grid; as it is while fake quantization is disabled."""
+        """Return the weight on its grid, or unchanged while fake quantization is disabled."""
         if not self.fake_quant_enabled[0]:
             return weight
-        return self.quantized(weight.float()).to(weight.dtype)  # under autocast, too, the grid is that of float32
+        return self.quantized(weight.float()).to(weight.dtype)  # the grid is that of float32, also under autocast
 
     def calculate_qparams(self, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Not known without the weight: see `codes`."""
+        """Unknown without the weight. See `codes`."""
         raise NotImplementedError("a weight's scale depends on the weight; ask codes(weight)")
 
 
 class LsqWeight(WeightQuantizer):
     """Learned step size (Esser et al. 2020, arXiv:1902.08153, equations 1 to 3): 2**bits integers, a trained step.
 
-    See `stepped`; ``g = 1 / sqrt(N Qp)``, N being the weights that share the step. The start is the step of the least
-    squared error: the paper's ``2 E|v| / sqrt(Qp)`` is about twice as coarse at 4 bits.
+    See `stepped`. ``g = 1 / sqrt(N Qp)``, where N is the number of weights that share the step. Training starts at the
+    step of the least squared error. The paper's ``2 E|v| / sqrt(Qp)`` is about twice as coarse at 4 bits.
     """
 
     def __init__(self, bits: int, channels: int, granularity: Granularity = "per-channel") -> None:
@@ -109,7 +109,7 @@ class LsqWeight(WeightQuantizer):
         self._whole = granularity == "per-tensor"
 
     def start(self, weight: torch.Tensor) -> None:
-        """The step of the least squared error, of 128 that are tried."""
+        """Set the step to the one of 128 with the least squared error."""
         least = WeightRange(
             "mse",
             self._whole,
@@ -125,7 +125,7 @@ class LsqWeight(WeightQuantizer):
     def codes(self, weight: torch.Tensor) -> Codes:
         """See `WeightQuantizer`."""
         scale = _shaped(self.step.detach().clamp(min=LEAST_SCALE), weight)
-        # By the inverse, as torch's kernel has it: a tie falls to the same side.
+        # Multiply by the inverse, as torch's kernel does: a tie then falls to the same side.
         integers = (weight.detach() * (1 / scale)).round().clamp(self.quant_min, self.quant_max)
         return self.on_grid(integers, scale)
 
@@ -139,8 +139,9 @@ class LsqWeight(WeightQuantizer):
 class DorefaWeight(WeightQuantizer):
     """DoReFa-Net (Zhou et al. 2016, arXiv:1606.06160, equation 9): the layer's ``tanh(w)`` on 2**bits odd integers.
 
-    ``2 quantize_k(tanh(w) / (2 max|tanh(w)|) + 1/2) - 1``, times ``max|tanh(w)|``, so that a trained layer keeps its
-    size; the paper leaves that to the norm behind it. Odd integers from -(2**bits - 1): one bit more to store.
+    ``2 quantize_k(tanh(w) / (2 max|tanh(w)|) + 1/2) - 1``, times ``max|tanh(w)|``. The factor keeps the size of a
+    trained layer, which the paper leaves to the norm behind it. Odd integers start at -(2**bits - 1) and need one more
+    bit.
     """
 
     def __init__(self, bits: int, channels: int, granularity: Granularity = "per-channel") -> None:
@@ -156,7 +157,7 @@ class DorefaWeight(WeightQuantizer):
         return self.on_grid(integers, _shaped(most[None] / self._levels, weight))
 
     def quantized(self, weight: torch.Tensor) -> torch.Tensor:
-        """See `WeightQuantizer`; rounding passes its gradient, and all else has its own."""
+        """See `WeightQuantizer`. Rounding passes its gradient on, and all other steps have their own."""
         bent = weight.tanh()
         most = bent.detach().abs().max().clamp(min=LEAST_SCALE)
         integers = 2 * rounded(self._levels * (bent / (2 * bent.abs().max().clamp(min=LEAST_SCALE)) + 0.5))
@@ -166,8 +167,8 @@ class DorefaWeight(WeightQuantizer):
 class TwnWeight(WeightQuantizer):
     """Ternary weight networks (Li and Liu 2016, arXiv:1605.04711, section 2.2): -1, 0 and 1 times a scale.
 
-    The threshold is ``0.7 E|w|``, the scale the mean magnitude above it, each of an output channel (or of the layer);
-    the weight gets the gradient of what it became.
+    The threshold is ``0.7 E|w|``, and the scale is the mean magnitude above it, both for each output channel (or for
+    the layer). The weight gets the gradient of its quantized value.
     """
 
     def __init__(self, bits: int, channels: int, granularity: Granularity = "per-channel") -> None:
@@ -190,10 +191,10 @@ class TwnWeight(WeightQuantizer):
 class TtqWeight(WeightQuantizer):
     """Trained ternary quantization (Zhu et al. 2017, arXiv:1612.01064, section 3): -Wn, 0 and Wp, both learned.
 
-    The threshold is ``0.05 max|w|`` of the layer; a scale gets the sum of the gradients of the weights that it stands
-    for, and a weight its own, times the scale that it became, or as it is where it became 0. Two scales are no grid of
-    integers: the smaller is a whole number of 63rds of the larger, in training too, so that int8 computes just what
-    was trained, on any x86 CPU.
+    The threshold is ``0.05 max|w|`` of the layer. A scale gets the sum of the gradients of its weights. A weight gets
+    its own gradient times its scale, or unchanged where it became 0. Two scales are no grid of integers. So the smaller
+    one is rounded to a multiple of a 63rd of the larger, in training too. Int8 then computes exactly what was trained,
+    on any x86 CPU.
     """
 
     def __init__(self, bits: int, channels: int, granularity: Granularity = "per-channel") -> None:
@@ -201,7 +202,7 @@ class TtqWeight(WeightQuantizer):
         self.scales = nn.Parameter(torch.ones(2))  # Wp, Wn
 
     def start(self, weight: torch.Tensor) -> None:
-        """Each scale is the mean magnitude of the weights that it stands for."""
+        """Set each scale to the mean magnitude of its weights."""
         for place, side in enumerate((weight, -weight)):
             of_it = side[side > self._threshold(weight)]
             self.scales.data[place] = of_it.mean() if of_it.numel() else LEAST_SCALE
@@ -247,8 +248,8 @@ class _Ternary(torch.autograd.Function):
 class XnorWeight(WeightQuantizer):
     """XNOR-Net's binary weights (Rastegari et al. 2016, arXiv:1603.05279, equations 6 and 11): the sign times mean |w|.
 
-    The mean is that of an output channel (or of the layer); 0 counts as positive. The sign passes the gradient of
-    weights within [-1, 1], and the mean has its own: ``dC/dw = g mean|w| 1{|w| <= 1} + sign(w) sum(g sign) / n``.
+    The mean is over an output channel (or the layer), and 0 counts as positive. The sign passes the gradient of weights
+    within [-1, 1], and the mean has its own: ``dC/dw = g mean|w| 1{|w| <= 1} + sign(w) sum(g sign) / n``.
     """
 
     def __init__(self, bits: int, channels: int, granularity: Granularity = "per-channel") -> None:
@@ -269,9 +270,9 @@ class XnorWeight(WeightQuantizer):
 class BalancedWeight(WeightQuantizer):
     """IR-Net's balanced binary weights (Qin et al. 2020, arXiv:1909.10788, section 3.2): the sign of ``w - mean(w)``.
 
-    About half of an output channel's weights become 1, so that they tell as much as bits can. The scale is the mean
-    magnitude around the mean, and not the paper's power of two of the standardised weight, so that a trained layer
-    keeps its size; the gradient passes as it is (the paper's estimator changes with the epoch).
+    About half of an output channel's weights become 1, so that they carry as much information as bits can. The scale is
+    the mean magnitude around the mean, so that a trained layer keeps its size. The paper uses a power of two of the
+    standardised weight. The gradient passes unchanged, while the paper's estimator changes with the epoch.
     """
 
     def __init__(self, bits: int, channels: int, granularity: Granularity = "per-channel") -> None:
@@ -288,7 +289,7 @@ class BalancedWeight(WeightQuantizer):
         return instead(weight - _mean(weight, whole=False), self.codes(weight).value)
 
 
-#: The class of each name, made of ``(bits, channels, granularity)``.
+#: The classes by name. Their arguments are ``(bits, channels, granularity)``.
 WEIGHT_QUANTIZERS: dict[WeightQuantizerName, Callable[[int, int, Granularity], WeightQuantizer]] = {
     "lsq": LsqWeight,
     "dorefa": DorefaWeight,
@@ -300,12 +301,12 @@ WEIGHT_QUANTIZERS: dict[WeightQuantizerName, Callable[[int, int, Granularity], W
 
 
 def _shaped(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``(C,)`` as ``(C, 1, …)``."""
+    """Return ``(C,)`` as ``(C, 1, …)``."""
     return scale.view(-1, *(1,) * (weight.ndim - 1))
 
 
 def _mean(values: torch.Tensor, whole: bool) -> torch.Tensor:
-    """Of each output channel, or of all, of a shape that multiplies with the weight."""
+    """Return the mean of each output channel, or of all, in a shape that broadcasts with the weight."""
     return _shaped(values.mean()[None] if whole else values.flatten(1).mean(1), values)
 
 

@@ -1,4 +1,4 @@
-"""Recovery of accuracy without training: channels scaled against each other, weights' scales, rounding and biases.
+"""Recovers accuracy without training: by channel scales, weights' scales, rounding and biases.
 
-In: a float or calibrated network and calibration images. Does: mends it layer by layer. Out: the network, in place.
+In: a float or calibrated network and calibration images. Does: corrects it layer by layer. Out: the network, in place.
 """

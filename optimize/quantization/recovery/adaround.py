@@ -1,10 +1,10 @@
-"""AdaRound: whether each weight is rounded up or down, learned layer by layer.
+"""AdaRound: learns layer by layer whether each weight is rounded up or down.
 
-Nagel et al. 2020, Up or Down? Adaptive Rounding for Post-Training Quantization (arXiv:2004.10568), section 3.3: the
-soft choice is a rectified sigmoid, ``clip(sigmoid(V) (zeta - gamma) + gamma, 0, 1)`` with zeta = 1.1 and gamma = -0.1;
-a regulariser ``1 - |2 h - 1|**beta``, of weight 0.01, pushes it to 0 or 1 as beta falls from 20 to 2, after a fifth of
-the steps in which it is free. The error is that of what the quantized layers before it give (their equation 25, without
-the activation function).
+Source: Nagel et al. 2020, Up or Down? Adaptive Rounding for Post-Training Quantization (arXiv:2004.10568), section 3.3.
+The soft choice is a rectified sigmoid, ``clip(sigmoid(V) (zeta - gamma) + gamma, 0, 1)`` with zeta = 1.1 and gamma =
+-0.1. A regulariser ``1 - |2 h - 1|**beta`` of weight 0.01 pushes it to 0 or 1 while beta falls from 20 to 2. It starts
+after a fifth of the steps. The error is that of the layer on the outputs of the quantized layers before it (their
+equation 25, without the activation function).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _BATCH = 32
 
 @dataclass(frozen=True)
 class Rounding:
-    """The grid that weights are rounded to, and how that is learned.
+    """The grid of rounded weights, and how to learn the rounding.
 
     Attributes:
-        scale: of a shape that multiplies with the weight.
+        scale: in a shape that broadcasts with the weight.
         low: the least integer.
-        high: the largest.
-        steps: of Adam.
-        seed: of the order of images.
-        known: whether the scale stays, whatever the weights become; else their largest is what it is found by.
+        high: the largest integer.
+        steps: number of Adam steps.
+        seed: for the order of images.
+        known: whether the scale is fixed. Otherwise it is found from the largest weights.
     """
 
     scale: torch.Tensor
@@ -47,7 +47,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Learned:
-    """A weight on its grid, and the mean squared error of the layer's output with it and with the nearest."""
+    """A weight on its grid, and the mean squared error of the layer's output with it and with nearest rounding."""
 
     weight: torch.Tensor
     error: float
@@ -58,11 +58,11 @@ class Learned:
 def learn_rounding(
     layer: nn.Module, given: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], rounding: Rounding
 ) -> Learned:
-    """Choose for each weight one of the two integers around it; the nearest of all where learning found nothing better.
+    """Choose for each weight one of the two integers around it. If that is no better, round all to the nearest.
 
     Args:
         layer: a convolution or linear layer in float.
-        given: its inputs by batch, as the quantized layers before it give them.
+        given: its inputs by batch, from the quantized layers before it.
         expected: the float layer's outputs on the float network's inputs.
         rounding: grid, steps and seed.
     """
@@ -70,9 +70,9 @@ def learn_rounding(
     exact = weight / rounding.scale
     down = exact.floor()
     nearest = exact.round().clamp(rounding.low, rounding.high)
-    # The largest weight of a range is its end: on another integer, the range would be found to be another.
+    # The largest weight of a range is its end. With another integer, another range would be found.
     fixed = (nearest.abs() >= rounding.high) & (not rounding.known)
-    fixed |= exact == down  # on the grid already, such as the zeros of a pruning: there is one integer around it
+    fixed |= exact == down  # on the grid already, such as pruned zeros: only one integer is around it
     images, targets = torch.cat(list(given)), torch.cat(list(expected))
     share = (exact - down - _GAMMA) / (_ZETA - _GAMMA)
     choice = torch.log(share / (1 - share)).requires_grad_()
@@ -84,7 +84,7 @@ def learn_rounding(
         integers = torch.where(fixed, nearest, (down + soft).clamp(rounding.low, rounding.high))
         found = _output(layer, images[rows], integers * rounding.scale)
         difference = found - targets[rows]
-        # Summed over channels, a mean over images and places.
+        # A sum over channels, and a mean over images and places.
         loss = difference.square().sum() / (difference.numel() / len(weight))
         if step >= _FREE * rounding.steps:
             passed = (step / rounding.steps - _FREE) / (1 - _FREE)
@@ -116,7 +116,7 @@ def _output(layer: nn.Module, given: torch.Tensor, weight: torch.Tensor) -> torc
 def _error(
     layer: nn.Module, given: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], weight: torch.Tensor
 ) -> float:
-    """Mean squared error of the outputs over all batches."""
+    """Return the mean squared error of the outputs over all batches."""
     total = sum(
         float((_output(layer, batch, weight) - target).double().square().sum())
         for batch, target in zip(given, expected, strict=True)

@@ -1,10 +1,10 @@
-"""Cross-layer equalization: channels of neighbouring layers scaled against each other until their ranges are alike.
+"""Cross-layer equalization: scales channels of neighbouring layers against each other until their ranges are alike.
 
-Nagel et al. 2019, Data-Free Quantization Through Weight Equalization and Bias Correction (arXiv:1906.04721), section
-4.1: what passes a ReLU can be divided by s before it and multiplied after, channel by channel, and with
-s = sqrt(r1 r2) / r2 a channel's range is the same in both weights. A ReLU6 is not homogeneous: the paper replaces it by
-a ReLU. Here its bound is divided, too: ``minimum(relu(x), 6 / s)`` gives what the ReLU6 gave, and only where the
-network is quantized the bounds of the channels become one, the largest (see `relu6`).
+Source: Nagel et al. 2019, Data-Free Quantization Through Weight Equalization and Bias Correction (arXiv:1906.04721),
+section 4.1. The input of a ReLU can be divided by s and its output multiplied by s, channel by channel. With s =
+sqrt(r1 r2) / r2 a channel's range is the same in both weights. A ReLU6 is not homogeneous, and the paper replaces it by
+a ReLU. Here its bound is divided, too: ``minimum(relu(x), 6 / s)`` gives the result of the ReLU6. Quantization turns
+the bounds of the channels into one, the largest (see `relu6`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from optimize.tracing.naming import free_name
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)
-#: What gives s f(x) for f(s x), channel by channel, where s > 0.
+#: Layers with f(s x) = s f(x), channel by channel, where s > 0.
 _HOMOGENEOUS = (
     *(nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, nn.Dropout2d),
     *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
 )
 _HOMOGENEOUS_FUNCTIONS = (torch.relu, functional.relu)
-#: Rounds over all pairs; the paper's and those of others need fewer.
+#: Rounds over all pairs. Networks need fewer, the paper's and others.
 _ROUNDS = 50
 _SETTLED = 1e-4
-#: A scale beyond is a dead channel's.
+#: A larger scale belongs to a dead channel.
 _LARGEST = 2.0**12
 
 FIGURE = "weight range, largest channel to median"
@@ -42,9 +42,9 @@ FIGURE = "weight range, largest channel to median"
 
 @dataclass(frozen=True)
 class Pair:
-    """Two layers of which the second alone sees what the first gives; ``bound`` is the ReLU6 between them, if any.
+    """Two layers, the second of which is the only reader of the first. ``bound`` is the ReLU6 between them, if any.
 
-    Of one with a bound for each channel it is the node that reads those.
+    With a bound for each channel it is the node that reads the bounds.
     """
 
     first: str
@@ -53,7 +53,7 @@ class Pair:
 
 
 def pairs(module: fx.GraphModule) -> list[Pair]:
-    """The pairs of a traced module without norms, in the graph's order; none across a sum or a branch."""
+    """Return the pairs of a traced module without norms, in the graph's order. No pair spans a sum or a branch."""
     calls = Counter(str(node.target) for node in module.graph.nodes if node.op == "call_module")
     tied = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     read = (attribute(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr")
@@ -75,7 +75,9 @@ def pairs(module: fx.GraphModule) -> list[Pair]:
 
 
 def bound_channels(module: fx.GraphModule, found: Sequence[Pair]) -> list[Pair]:
-    """Replace the ReLU6 of each pair by a ReLU and a minimum with one bound a channel, in place; the answers stay.
+    """Replace the ReLU6 of each pair by a ReLU and a minimum with a bound for each channel, in place.
+
+    The answers stay the same.
 
     Returns:
         The pairs with these bounds.
@@ -106,10 +108,10 @@ def equalize(module: fx.GraphModule, found: Sequence[Pair]) -> list[Effect]:
 
     Args:
         module: after `bound_channels`.
-        found: the pairs that it gave.
+        found: the pairs that it returned.
 
     Returns:
-        Of each layer, how much larger the range of its largest output channel is than that of the median.
+        For each layer, the ratio of its largest output channel's range to the median range.
     """
     names = list(dict.fromkeys(name for pair in found for name in (pair.first, pair.second)))
     before = {name: spread(module.get_submodule(name)) for name in names}
@@ -121,7 +123,7 @@ def equalize(module: fx.GraphModule, found: Sequence[Pair]) -> list[Effect]:
 
 
 def spread(layer: nn.Module) -> float:
-    """Range of the output channel with the largest weight, over that of the median channel that is not 0."""
+    """Return the range of the output channel with the largest weight, over that of the median non-zero channel."""
     ranges = _outgoing(layer)
     ranges = ranges[ranges > 0]
     return float(ranges.max() / ranges.median()) if len(ranges) else 1.0
@@ -129,7 +131,7 @@ def spread(layer: nn.Module) -> float:
 
 @torch.no_grad()
 def _scale(module: fx.GraphModule, pair: Pair) -> float:
-    """Divide the first's channels and multiply the second's; returns the largest change, 0 for none."""
+    """Divide the channels of the first layer and multiply those of the second. Return the largest change, or 0."""
     first, second = module.get_submodule(pair.first), module.get_submodule(pair.second)
     before, after = _outgoing(first), _incoming(second)
     alive = (before > 0) & (after > 0)
@@ -144,18 +146,18 @@ def _scale(module: fx.GraphModule, pair: Pair) -> float:
 
 
 def _outgoing(layer: nn.Module) -> torch.Tensor:
-    """Largest magnitude of each output channel's weights, ``float64 (out,)``."""
+    """Return the largest magnitude of each output channel's weights, ``float64 (out,)``."""
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     return weight.detach().double().flatten(1).abs().amax(1)
 
 
 def _incoming(layer: nn.Module) -> torch.Tensor:
-    """Largest magnitude of the weights that each input channel meets, ``float64 (in,)``."""
+    """Return the largest magnitude of each input channel's weights, ``float64 (in,)``."""
     return _by_input(layer).detach().double().abs().flatten(2).amax((1, 2)).flatten()
 
 
 def _by_input(layer: nn.Module) -> torch.Tensor:
-    """The weight as ``(groups * in a group, out a group, …)``: a row for each input channel."""
+    """Return the weight as ``(groups * in a group, out a group, …)``: a row for each input channel."""
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     groups = int(getattr(layer, "groups", 1))
     grouped = weight.reshape(groups, -1, *weight.shape[1:])  # (groups, out a group, in a group, …)
@@ -192,7 +194,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _plain(module: fx.GraphModule, node: fx.Node, calls: Counter[str], tied: Counter[int]) -> bool:
-    """Whether a node calls a layer whose weight is its own: not shared, not computed."""
+    """Tell whether a node calls a layer with its own weight, neither shared nor computed."""
     if node.op != "call_module":
         return False
     layer = module.get_submodule(str(node.target))

@@ -1,7 +1,7 @@
-"""Recovery of accuracy without training, where the quantizers are seen: weights' scales, rounding, biases.
+"""Recovers accuracy of a calibrated model without training: weights' scales, rounding, biases.
 
-A calibrated model and its `simulated` twin are walked node by node over the calibration images, so that each layer is
-mended on what the mended layers before it give.
+A calibrated model and its `simulated` twin run node by node over the calibration images. Each layer is corrected with
+the outputs of the corrected layers before it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ERROR = "mean squared error of the output by the weight's rounding"
 
 
 class Recovery(Config):
-    """Settings of what mends a quantized model without training."""
+    """Settings of the recovery without training."""
 
     weights: Granularity = Field(
         default="per-channel", description="scales of a layer's weight: one for each output channel, or one in all"
@@ -55,45 +55,45 @@ class Recovery(Config):
 
     @model_validator(mode="after")
     def _steps_are_taken(self) -> Recovery:
-        # A card's settings are all of them: only another number than the usual one was asked for.
+        # A card contains all settings. Only a value other than the default was requested.
         if self.rounding == "nearest" and self.rounding_steps != Recovery.model_fields["rounding_steps"].default:
             raise ValueError(f"rounding_steps is {self.rounding_steps}, of rounding: adaround; rounding is nearest")
         return self
 
 
 def choose_weights(prepared: fx.GraphModule, config: Recovery, chosen: Chosen, most: int) -> None:
-    """Give the weights of a prepared model the scales that were chosen, in place; what lies beyond a range is cut.
+    """Give the weights of a prepared model the chosen scales, in place. Values beyond a range are clipped.
 
     Args:
         prepared: with observers.
-        config: what holds for all layers.
-        chosen: what holds for single ones.
+        config: the settings of all layers.
+        chosen: the settings of single layers.
         most: largest integer of a weight.
     """
     for name in weighted(prepared):
         granularity = chosen.granularity(name) or config.weights
         observer = chosen.weight_observer(name) or config.weight_observer
         if granularity == "per-channel" and observer == "minmax":
-            continue  # as its target has them
+            continue  # the target's own setting
         if observer != "minmax":
-            # torch's packing writes -128 for what lies beyond (2.11 to 2.14), the reference form -127; and a range that
-            # is cut is that of what is left.
+            # Torch's packing writes -128 for values beyond a range (2.11 to 2.14), and the reference form -127. The
+            # range of a clipped weight is that of its remaining values.
             weight: torch.Tensor = weighted(prepared)[name].weight  # type: ignore[assignment]
             weight.data = cut(weight.data, observer, granularity, most)
         _watch_weight(prepared, name, granularity, most)
 
 
 def recover(prepared: fx.GraphModule, context: Context, batches: Batches, config: Recovery) -> list[Effect]:
-    """Mend a calibrated model in place: the rounding of its weights, and its biases.
+    """Correct a calibrated model in place: the rounding of its weights, and its biases.
 
     Args:
         prepared: with observers that have seen images, on ``context.device``, in eval mode.
         context: preprocessing, device, seed, listener.
-        batches: of calibration images.
-        config: what is to be done.
+        batches: calibration images.
+        config: which corrections to make.
 
     Returns:
-        What it did to each layer; empty where nothing is asked for.
+        The effects on each layer, empty if no correction is requested.
     """
     if config.rounding == "nearest" and not config.bias_correction:
         return []
@@ -118,7 +118,7 @@ def recover(prepared: fx.GraphModule, context: Context, batches: Batches, config
 
 @dataclass(frozen=True)
 class _Seen:
-    """A layer on its way: in the simulated model, what it is given there, and what the float one gives, by batch."""
+    """A layer in the simulated model, with its inputs there and the float layer's outputs, by batch."""
 
     name: str
     layer: nn.Module
@@ -127,7 +127,7 @@ class _Seen:
 
 
 def _walk(prepared: fx.GraphModule, images: Sequence[torch.Tensor]) -> Iterator[_Seen]:
-    """Each weighted layer in the graph's order; changes of it are seen by those after it."""
+    """Yield each layer with weights in the graph's order. Later layers see its changes."""
     rounding, plain = _Stream(simulated(prepared), images), _Stream(unwatched(prepared), images)
     names = frozenset(weighted(prepared))
     for number, node in enumerate(list(rounding.module.graph.nodes)):
@@ -144,7 +144,7 @@ def _walk(prepared: fx.GraphModule, images: Sequence[torch.Tensor]) -> Iterator[
 
 
 class _Stream:
-    """Several batches on their way through a graph, node by node."""
+    """Several batches that run through a graph, node by node."""
 
     def __init__(self, module: fx.GraphModule, images: Sequence[torch.Tensor]) -> None:
         self.module = module
@@ -162,12 +162,12 @@ class _Stream:
         self._forget(node)
 
     def layer(self, node: fx.Node) -> nn.Module:
-        """The layer that a node calls, without a ReLU that it is fused with."""
+        """Return the layer that a node calls, without its fused ReLU."""
         called = self.module.get_submodule(str(node.target))
         return called[0] if isinstance(called, _FusedModule) else called
 
     def inputs(self, node: fx.Node) -> list[torch.Tensor]:
-        """What a layer is given, by batch."""
+        """Return the inputs of a layer, by batch."""
         return [run.env[node.all_input_nodes[0]] for run in self._runs]
 
     @torch.no_grad()
@@ -177,12 +177,12 @@ class _Stream:
             run.env[node] = self.layer(node)(given)
 
     def outputs(self, node: fx.Node) -> list[torch.Tensor]:
-        """What was computed for a node, by batch."""
+        """Return the computed values of a node, by batch."""
         return [run.env[node] for run in self._runs]
 
     @torch.no_grad()
     def leave(self, node: fx.Node) -> None:
-        """Compute the ReLU that a layer is fused with."""
+        """Compute the fused ReLU of a layer."""
         called = self.module.get_submodule(str(node.target))
         if isinstance(called, _FusedModule):
             for run in self._runs:
@@ -198,9 +198,9 @@ class _Stream:
 
 @torch.no_grad()
 def _correct(own: nn.Module, seen: _Seen) -> list[Effect]:
-    """Shift the bias of a layer and of its simulated twin by the mean error of what the twin gives.
+    """Shift the bias of a layer and of its simulated twin by the mean error of the twin's output.
 
-    Nagel et al. 2019 (arXiv:1906.04721), section 4.2, with means that are measured (their appendix D).
+    Source: Nagel et al. 2019 (arXiv:1906.04721), section 4.2, with measured means (their appendix D).
     """
     found = [seen.layer(batch) for batch in seen.given]
     axis = -1 if isinstance(own, nn.Linear) else 1

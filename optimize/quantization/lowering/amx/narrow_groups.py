@@ -1,12 +1,12 @@
 """Joins narrow groups of convolutions that torch and OpenVINO get wrong on CPUs with AMX.
 
 oneDNN (in torch 2.14 and OpenVINO 2026.4.1) has int8 kernels for AMX that read fewer than 32 channels of a map row by
-row. They are wrong for groups of so few channels, kernels of more than one place, and more than 16 outputs in each
-group (except 32). They must subtract the share of a zero point that is not 0. They do so for the first group's sums,
-and subtract something else from the others. The first group is right and no other, for some sizes of maps and batches
-and some numbers of threads (CPUBone's groups of 24 channels and 96 outputs). Here neighbouring groups are joined until
-they are wide enough, with zero weights between them. The sums are the same integers. Behind a ReLU the zero point is 0,
-and groups stay as they are.
+row. They are wrong for groups of so few channels, with kernels of more than one place and more than 16 outputs in each
+group (except 32). A zero point other than 0 adds a share to every sum. The kernels subtract it from the first group's
+sums, and something else from the others. So only the first group is right. This happens for some sizes of maps and
+batches, and some numbers of threads. CPUBone has such groups, of 24 channels and 96 outputs. Here neighbouring groups
+are joined until they are wide enough, with zero weights between them. The sums are the same integers. Behind a ReLU the
+zero point is 0, and groups stay as they are.
 """
 
 from __future__ import annotations

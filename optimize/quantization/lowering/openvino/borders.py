@@ -1,13 +1,13 @@
-"""Keeps constant padding along one axis in float where OpenVINO would compute it in integers, and wrongly.
+"""Keeps constant padding along one axis in float, because OpenVINO computes it wrongly in integers.
 
-OpenVINO (2026.4.1) moves a dequantizer behind a Pad. It fills the padding wrongly if it is along one axis only and the
-integers have a zero point or the constant is not 0. Examples are zeros for channels that a shortcut lacks, and a token
+OpenVINO (2026.4.1) moves a dequantizer behind a Pad. It then fills padding along one axis wrongly, if the integers have
+a zero point or the constant differs from zero. Examples are zeros for channels that a shortcut lacks, and a token
 before the first. Results behind it may be off by half of their value. Padding along two axes, as around a map, is
 right.
 
 An average that counts padding zeros counts the integer 0 there, though it stands for another number. MaxViT's
-shortcuts, which end without a ReLU, were up to 62 steps off at their borders. An average that is written as a plain
-average times a factor (see `optimize.export.onnx_graph.pool_rewrites`) would be rounded before the factor.
+shortcuts, which end without a ReLU, were up to 62 steps off at their borders. Some averages are written as a plain
+average times a factor (see `optimize.export.onnx_graph.pool_rewrites`). They would be rounded before the factor.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 A concatenation has one range, and its quantizer returns the same integers. Readers of floats lose nothing without it.
 OpenVINO (2026.4.1) fuses a ReLU behind it, or a product or a sum with a constant, into the quantizers. It then moves
-the next quantizer in front of the concatenation (``MoveFakeQuantize``), and ends the process by SIGSEGV. A network with
-``torch.cat([a, b], 1).relu()`` or ``* 0.5`` between its layers could not be opened. So a ReLU or arithmetic with a
+the next quantizer in front of the concatenation (``MoveFakeQuantize``). That ends the process by SIGSEGV. A network
+with ``torch.cat([a, b], 1).relu()`` or ``* 0.5`` between its layers could not be opened. So a ReLU or arithmetic with a
 constant reads the concatenation without the quantizer.
 
-The same step fails if a linear layer reads a concatenation along another axis than its own, as with the tokens of a
-cross-attention. It divides the layer's weight by a scale for each token. A ``pixel_shuffle`` of channels, and a
-convolution of tokens that were moved, fail likewise. There the quantizer is separated from the concatenation.
+The same step fails if a linear layer reads a concatenation along another axis than its own. The tokens of a
+cross-attention are an example. OpenVINO divides the layer's weight by a scale for each token. A ``pixel_shuffle`` of
+channels, and a convolution of tokens that were moved, fail likewise. There the quantizer is separated from the
+concatenation.
 """
 
 from __future__ import annotations

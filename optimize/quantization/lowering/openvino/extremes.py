@@ -1,8 +1,8 @@
-"""Separates maxima and minima over axes from the quantizer behind them, which OpenVINO would fuse wrongly.
+"""Separates maxima and minima over axes from the quantizer behind them, which OpenVINO fuses wrongly.
 
-OpenVINO (2026.4.1) lets a ReduceMax or ReduceMin of floats write the bytes of the quantizer behind it if a layer reads
-them. It gets them wrong. A maximum over a map behind a ReLU, or over channels as in CBAM, keeps 12 dB. Maxima of
-dequantized values, as right behind a convolution, are right.
+OpenVINO (2026.4.1) lets a ReduceMax or ReduceMin of floats write the bytes of the quantizer behind it. It does so if a
+layer reads them, and it gets them wrong. A maximum over a map behind a ReLU, or over channels as in CBAM, keeps 12 dB.
+Maxima of dequantized values, as right behind a convolution, are right.
 """
 
 from __future__ import annotations

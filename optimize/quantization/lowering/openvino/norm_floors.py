@@ -3,11 +3,11 @@
 ``functional.normalize`` divides by ``max(norm, 1e-12)``, so that a vector of zeros stays zero. Integers that are
 dequantized as ``(q − zero point) × scale`` give exact zeros. OpenVINO (2026.4.1) fuses a quantizer and its dequantizer
 into one FakeQuantize. It computes ``q × ((high − low) / 255) + low`` from the range's ends in float32. A zero then
-leaves a residue of some 100,000ths of a step. With 1e-12 as bound, a vector of residues grows to length 1, in an
-arbitrary direction. This happened to the keys of Swin's second version where a window reaches beyond the image: the
+leaves a residue of some 100,000ths of a step. With 1e-12 as bound, a vector of residues grows to length 1. Its
+direction is arbitrary. This happened to the keys of Swin's second version where a window reaches beyond the image. The
 keys of padded tokens are zeros.
 
-The norm of dequantized integers is 0 or at least one step, because every other entry is at least a step. If these
+The norm of dequantized integers is 0 or at least one step. Every entry other than 0 is at least a step. If these
 integers are also the dividend, a bound of half a step gives the same quotients as a smaller one. With a norm of 0 they
 are zeros. No residue reaches that bound. Other uses of a norm, such as its logarithm or the quotient of another tensor,
 keep their bound.

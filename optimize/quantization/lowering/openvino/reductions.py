@@ -1,10 +1,10 @@
-"""Keeps sums and means over axes in float where OpenVINO would compute them from integers, and wrongly.
+"""Keeps sums and means over axes in float, because OpenVINO computes them wrongly from integers.
 
-OpenVINO (2026.4.1, measured on a CPU with AVX-512 VNNI and without AMX) moves a dequantizer behind a ReduceSum or
-ReduceMean and reduces the integers. Over 16 values along the second of three axes, all results are wrong (the error is
-as large as the sums). A sum of integers with a zero point that is quantized again is off by 6 to 110 times the largest
-sum, over any axes. An einsum computes such a sum for an axis that nothing else has. Means over a map, axes 2 and 3 of
-four, are right. Means over the last two of three axes are not.
+OpenVINO (2026.4.1) moves a dequantizer behind a ReduceSum or ReduceMean and reduces the integers. This was measured on
+a CPU with AVX-512 VNNI and without AMX. Over 16 values along the second of three axes, all results are wrong. The error
+is as large as the sums. A sum of integers with a zero point that is quantized again is off by 6 to 110 times the
+largest sum, over any axes. An einsum computes such a sum for an axis that nothing else has. Means over a map, axes 2
+and 3 of four, are right. Means over the last two of three axes are not.
 
 A norm is also computed from the integers, because the scale of its input cancels. The epsilon that it adds to their
 variance then counts less, by the square of the scale. That matters where values differ by few and small steps.

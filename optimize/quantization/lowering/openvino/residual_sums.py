@@ -1,8 +1,8 @@
-"""Keeps residual sums apart from convolutions, with which OpenVINO would fuse them, so that addends are rounded.
+"""Keeps residual sums apart from convolutions, so that OpenVINO rounds the addends as the graph says.
 
-OpenVINO (2026.4.1) adds a shortcut to a convolution's result before that is rounded to its quantizer's integers. That
-is nearer to the float network and faster, but it is not what the graph says. The maximum of an addend and the lowest
-float is the addend itself. Behind it OpenVINO rounds as the graph says, in a separate kernel.
+OpenVINO (2026.4.1) fuses the two. It adds a shortcut to a convolution's result before that is rounded to its
+quantizer's integers. That is nearer to the float network and faster, but it is not what the graph says. The maximum of
+an addend and the lowest float is the addend itself. Behind it OpenVINO rounds in a separate kernel.
 """
 
 from __future__ import annotations
