@@ -211,7 +211,7 @@ def rows() -> list[tuple[str, list[timeseries.Panel | stat.Panel | table.Panel]]
                     "Ready",
                     f"min by (model, version) (serve_model_ready{{{OF}}})",
                     "{{model}} {{version}}",
-                    "1: it answers as it should.",
+                    "1 if the model is ready.",
                 ),
                 graph(
                     "Processor",

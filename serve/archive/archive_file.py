@@ -157,11 +157,13 @@ class OpenArchive:
         with _named_errors(self._path):
             # Checked before any read. A small file may unpack to any size, by deflate or overlapping entries.
             if sum(entry.file_size for entry in self._opened.infolist()) > self._path.stat().st_size:
-                raise CardError(f"{self._path}: unpacks to more than it has, and what this project packs does not")
+                raise CardError(
+                    f"{self._path}: unpacks to more bytes than its directory states; archives of this project do not"
+                )
             card = self.card()
             self._check_files({**card.files, **card.packed})
         if not card.packed:
-            raise CardError(f"{self._path}: its card does not name the handler; pack it again")
+            raise CardError(f"{self._path}: its card does not list the handler; pack it again")
         return card
 
     def card(self) -> Card:
@@ -179,10 +181,10 @@ class OpenArchive:
             if names.count(name) > 1:
                 raise CardError(f"{self._path}: holds {name} twice")
             if name not in expected and name != CARD_FILE:
-                raise CardError(f"{self._path}: holds {name[:80]!r}, which its card does not name; pack it again")
+                raise CardError(f"{self._path}: holds {name[:80]!r}, which its card does not list; pack it again")
         for name, digest in expected.items():
             if name not in names:
-                raise CardError(f"{self._path}: the file {name} that its card names is missing")
+                raise CardError(f"{self._path}: the file {name}, which its card lists, is missing")
             with self._opened.open(name) as stream:
                 actual = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
             if actual != digest:
@@ -249,7 +251,9 @@ def _named_errors(archive: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise UserError(f"{archive}: there is no such archive; make it with `{command('serve package RUN')}`") from None
+        raise UserError(
+            f"{archive}: there is no such archive; build it with `{command('serve package RUN')}`"
+        ) from None
     except _READ_ERRORS as error:
         raise CardError(f"{archive}: not an archive of this project ({error})") from None
 

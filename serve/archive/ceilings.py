@@ -35,16 +35,22 @@ class Ceilings(Config):
     decode_threads: int = Field(default=64, ge=1, description="Threads of a worker that decode images.")
     queue_limit: int = Field(default=65_536, ge=1, description="Requests that may wait for an answer.")
     instance_limit: int = Field(default=4_096, ge=1, description="Images in one JSON request.")
-    max_batch_delay_ms: int = Field(default=10_000, ge=1, description="How long a request waits for others.")
-    response_timeout_s: int = Field(default=3_600, ge=1, description="Seconds for a batch.")
-    startup_timeout_s: int = Field(default=14_400, ge=1, description="Seconds for a worker to load and warm up.")
-    image_pixels: int = Field(default=200_000_000, ge=1, description="Pixels of one image: 15 bytes of memory each.")
+    max_batch_delay_ms: int = Field(
+        default=10_000, ge=1, description="Milliseconds that a request waits for others to join its batch."
+    )
+    response_timeout_s: int = Field(default=3_600, ge=1, description="Seconds that a batch may take.")
+    startup_timeout_s: int = Field(
+        default=14_400, ge=1, description="Seconds that a worker may take to load and warm up."
+    )
+    image_pixels: int = Field(
+        default=200_000_000, ge=1, description="Pixels of one image; each takes 15 bytes of memory."
+    )
     jpeg_scans: int = Field(default=1_000, ge=1, description="Scans of one progressive JPEG.")
     image_seconds: float = Field(default=30.0, gt=0, description="Seconds of processor time for one image.")
     request_pixels: int = Field(default=1_000_000_000, ge=1, description="Pixels of all images of one request.")
-    batch_pixels: int = Field(default=4_000_000_000, ge=1, description="Pixels of all requests at once.")
-    request_seconds: float = Field(default=120.0, gt=0, description="Seconds for the images of one request.")
-    batch_seconds: float = Field(default=300.0, gt=0, description="Seconds for the images of all requests at once.")
+    batch_pixels: int = Field(default=4_000_000_000, ge=1, description="Pixels of all requests of one batch.")
+    request_seconds: float = Field(default=120.0, gt=0, description="Seconds to decode the images of one request.")
+    batch_seconds: float = Field(default=300.0, gt=0, description="Seconds to decode the images of one batch.")
 
     def raised_by(self, options: ServingOptions) -> Ceilings:
         """Return these ceilings, raised to what the operator demands by the options of a command."""
@@ -69,8 +75,8 @@ class Ceilings(Config):
             if value > (most := getattr(self, name)):
                 said = "any amount" if value == math.inf else f"{value:_}"
                 raise CardError(
-                    f"{archive}: asks for {name} {said}, and this server allows at most {most:_}: pack it with less, "
-                    f"or raise {name} under [ceilings] in the store's serve.toml"
+                    f"{archive}: asks for {name} {said}, but this server allows at most {most:_}: pack it with "
+                    f"less, or raise {name} under [ceilings] in the store's serve.toml"
                 )
 
 

@@ -31,7 +31,9 @@ def private_copy(source: Path, into: Path) -> Path:
     """
     found = into.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise UserError(f"{into}: is not this user's alone (mode 700), and what is checked there could be swapped")
+        raise UserError(
+            f"{into}: must belong to this user alone (mode 700); otherwise others could swap the files after the check"
+        )
     copy = into / source.name
     if not source.is_dir():
         copy_file(source, copy, follow=True)
@@ -61,10 +63,10 @@ def copy_file(source: Path, copy: Path, *, follow: bool = False) -> None:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
         if source.is_symlink() and not follow:
-            raise CardError(f"{source}: is a link, and an artifact's files lie in its folder")
+            raise CardError(f"{source}: is a link; an artifact may hold regular files only")
         with os.fdopen(os.open(source, flags), "rb") as reading:
             if not stat.S_ISREG(os.fstat(reading.fileno()).st_mode):
-                raise CardError(f"{source}: is no regular file")
+                raise CardError(f"{source}: is not a regular file")
             new = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(new, "wb") as writing:
                 shutil.copyfileobj(reading, writing, _CHUNK_BYTES)

@@ -84,7 +84,7 @@ def check_signature(path: Path, keys: Sequence[Path], signature: Path | None = N
     if not signature.is_file():
         raise SignatureError(f"{path}: is not signed: there is no {signature.name} beside it")
     if signature.stat().st_size > _LARGEST_SIGNATURE:
-        raise SignatureError(f"{signature}: is no signature: it has more than {_LARGEST_SIGNATURE >> 20} MB")
+        raise SignatureError(f"{signature}: is not a signature: it is larger than {_LARGEST_SIGNATURE >> 20} MB")
     verifying = _library("verifying")
     reasons = []
     for key in keys:
@@ -96,10 +96,10 @@ def check_signature(path: Path, keys: Sequence[Path], signature: Path | None = N
         try:
             config.set_hashing_config(_hashing()).verify(path, signature)
         except Exception as error:  # noqa: BLE001 - a crafted bundle fails in json, base64, pydantic, cryptography …
-            reasons.append(f"by {key.name}: {_why(error)}")
+            reasons.append(f"{key.name}: {_why(error)}")
         else:
             return key
-    raise SignatureError(f"{path}: its signature does not hold {'; '.join(reasons)}")
+    raise SignatureError(f"{path}: its signature does not match {'; '.join(reasons)}")
 
 
 def verify(path: Path, keys: Sequence[Path]) -> Path:
@@ -112,7 +112,7 @@ def verify(path: Path, keys: Sequence[Path]) -> Path:
     if not path.exists():
         raise UserError(f"{path}: there is nothing to verify")
     if not keys:
-        raise UserError(f"{path}: say with --key whose signature it should have")
+        raise UserError(f"{path}: name the public key of the signer with --key")
     with tempfile.TemporaryDirectory(prefix="verifying-") as folder:
         subject = private_copy(path, Path(folder)) if path.is_dir() else path
         return check_signature(subject, keys, signature_path(path))
@@ -136,5 +136,5 @@ def _library(name: str) -> Any:
 def _why(error: Exception) -> str:
     """Return the reason in one line. cryptography gives none for a wrong signature."""
     if type(error).__name__ == "InvalidSignature":
-        return "it was made with another key, or changed"
+        return "it was signed with another key, or changed after signing"
     return (error.strerror if isinstance(error, OSError) else None) or first_line(error)

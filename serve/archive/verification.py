@@ -54,8 +54,8 @@ class Policy:
         """
         if self.known:
             raise CardError(
-                f"{archive}: cannot be checked before it is served ({NOTHING_KNOWN}): have it measured and packed by "
-                f"`python -m optimize run`, or start without --require-known"
+                f"{archive}: cannot be checked before serving ({NOTHING_KNOWN}): let `python -m optimize run` "
+                "measure and pack it, or start without --require-known"
             )
 
 
@@ -66,11 +66,11 @@ class SigningSettings(Config):
 
     require: tuple[str, ...] = Field(
         default=(),
-        description="Public keys, by paths from the store; one of them must have signed what is served.",
+        description="Public keys, as paths relative to the store; one of them must have signed each archive.",
     )
     foreign_code: bool = Field(
         default=False,
-        description="Whether TorchServe may run the Python of an unsigned archive that is not this installation's.",
+        description="Whether TorchServe may run Python of unsigned archives that this installation does not pack.",
     )
 
 
@@ -81,7 +81,7 @@ class KnownSettings(Config):
 
     require: bool = Field(
         default=False,
-        description="Whether what is served must have an image whose answer is known, and give that answer first.",
+        description="Whether each archive must contain an image with a known answer and pass this check.",
     )
 
 
@@ -120,7 +120,7 @@ def policy_of(
     for name in tables:
         if name not in _TABLES:
             hint = did_you_mean(name, _TABLES)
-            raise UserError(f"{path}: there is nothing called {name!r}{hint}; there are [{'] and ['.join(_TABLES)}]")
+            raise UserError(f"{path}: unknown name {name!r}{hint}; the tables are [{'] and ['.join(_TABLES)}]")
     for name in _TABLES:
         if not isinstance(tables.get(name, {}), dict):
             raise UserError(f"{path}: {name} must be a table, found {tables[name]!r}")
@@ -133,7 +133,7 @@ def policy_of(
     keys = tuple(required) or tuple(store / key for key in settings.require)
     for key in keys:
         if not key.is_file():
-            raise UserError(f"{key}: there is no such public key, and what is served must be signed with it")
+            raise UserError(f"{key}: there is no such public key; every archive must be signed with it")
     if options is not None:
         ceilings = ceilings.raised_by(options)
     return Policy(keys, foreign_code or settings.foreign_code, known, ceilings)
@@ -172,8 +172,8 @@ def verified_copy(source: Path, policy: Policy, into: Path, *, foreign: ForeignP
             if policy.keys:
                 if not signature_path(source).is_file():
                     raise SignatureError(
-                        f"{source}: is not signed, and must be by {' or '.join(key.name for key in policy.keys)}: "
-                        f"sign it with `python -m serve sign`"
+                        f"{source}: is not signed; it must be signed by "
+                        f"{' or '.join(key.name for key in policy.keys)}: sign it with `python -m serve sign`"
                     )
                 copy_file(signature_path(source), signature, follow=True)
                 check_signature(copy, policy.keys)
@@ -206,13 +206,12 @@ def _check_archive(source: Path, archive: OpenArchive, policy: Policy, foreign: 
     policy.ceilings.check(source, requested if foreign is not None else dataclasses.replace(requested, workers=1))
     if policy.keys:
         if (name := archive.name()) != source.stem:
-            raise SignatureError(f"{source}: is the signed archive of {name}, and not of {source.stem}")
+            raise SignatureError(f"{source}: is the signed archive of {name}, not of {source.stem}")
         return
     if foreign is None or policy.foreign_code:
         return
     if parts := foreign(archive, card):
         raise SignatureError(
-            f"{source}: holds what this installation would not pack ({parts[0]}), and TorchServe would run it: pack "
-            f"it again with `python -m serve package`, have it signed and start with --require-signed, or start with "
-            f"--foreign-code if you trust it"
+            f"{source}: contains code that is not from this installation ({parts[0]}): pack it again with `python "
+            "-m serve package`, start with --require-signed, or trust it with --foreign-code"
         )

@@ -18,9 +18,9 @@ from serve.common.command_line import PlainCommand, PlainGroup
 
 app = typer.Typer(
     cls=PlainGroup,
-    help="Pack a run's artifacts into archives, and serve them on this machine, by TorchServe or by our own server.\n\n"
-    "A run is what `python -m optimize run MODEL` leaves in the store. Both servers listen on loopback and ask for a "
-    "token; TorchServe's keys, configuration and logs are in STORE/.server.",
+    help="Pack the artifacts of a run into archives, and serve them on this machine with TorchServe or our own "
+    "server.\n\n`python -m optimize run MODEL` makes a run and puts it into the store. Both servers listen on "
+    "loopback and require a token. The keys, configuration and logs of TorchServe are in STORE/.server.",
     no_args_is_help=True,
     rich_markup_mode=None,  # plain lines: half as many as in Typer's boxes, and nothing is cut off
     context_settings={"max_content_width": 100},

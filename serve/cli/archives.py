@@ -28,10 +28,10 @@ def package(
 ) -> None:
     """Build an archive (.mar) of every artifact of RUN.
 
-    Each archive is complete in itself: a stock TorchServe 0.12 serves it where this project is not
-    installed. The same artifact, served alike, gives the same bytes. What is not given stays as the run decided.
-    Beside it lies its bill of materials (CycloneDX): its files, the Python packages that it needs, TorchServe's jar
-    with what that bundles, and Java.
+    Each archive is complete: a stock TorchServe 0.12 serves it without this project installed. The same artifact and
+    options give the same bytes. Options that you leave out keep the values of the run. A bill of materials (CycloneDX)
+    is written beside each archive. It lists the files, the Python packages, the jar of TorchServe with the libraries
+    in it, and Java.
     """
     with reported():
         from serve.archive.signature import sign as sign_archive
@@ -56,13 +56,15 @@ def package(
 def audit(
     osv: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Where OSV's interface, or a mirror of it, is.", show_default="api.osv.dev"),
+        typer.Option(
+            metavar="URL", help="Address of the OSV service, or of a mirror of it.", show_default="api.osv.dev"
+        ),
     ] = None,
 ) -> None:
-    """Ask what is known against the installed Python packages, and against what TorchServe's jar bundles.
+    """Look for known vulnerabilities in the installed Python packages and in the libraries of TorchServe's jar.
 
-    Both need a network, and the first the extra `audit`. The exit code is 1 where something is known, or could not be
-    asked, and 2 without the extra.
+    Both checks need a network; the first needs the extra `audit`. The exit code is 1 if a vulnerability is known or a
+    check failed, and 2 without the extra.
     """
     with reported():
         from serve.packing.audit import OSV, AuditError, advisories, audit_python, bundled_libraries

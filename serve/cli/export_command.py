@@ -18,30 +18,35 @@ def export(
     *,
     to: Annotated[str, typer.Option(help="kubernetes, kserve or triton.")],
     out: Annotated[
-        Path | None, typer.Option(help="A folder that is empty or not there yet. Default: STORE/RUN/export/TO.")
+        Path | None, typer.Option(help="Folder to write; it must be empty or new. Default: STORE/RUN/export/TO.")
     ] = None,
-    artifact: Annotated[str | None, typer.Option(help="Default: the recommended one; for triton an onnx one.")] = None,
-    image: Annotated[str | None, typer.Option(help="The own server's image, as the cluster pulls it.")] = None,
+    artifact: Annotated[
+        str | None, typer.Option(help="Artifact to export. Default: the recommended one; for triton an ONNX one.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="Image of our own server, as the cluster pulls it.")] = None,
     namespace: Annotated[str | None, typer.Option(help="Kubernetes namespace. Default: default.")] = None,
-    cpus: Annotated[
-        int | None, typer.Option(help="Cores of a replica, and threads of its process. Default: 2.")
-    ] = None,
-    memory_mb: Annotated[int | None, typer.Option(help="Most memory of a replica, in MiB. Default: 4096.")] = None,
+    cpus: Annotated[int | None, typer.Option(help="Cores of a replica, and threads of its engine. Default: 2.")] = None,
+    memory_mb: Annotated[int | None, typer.Option(help="Memory limit of a replica, in MiB. Default: 4096.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs of a replica: 0 or 1. Default: 0.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Fewest replicas. Default: 1.")] = None,
-    max_replicas: Annotated[int | None, typer.Option(help="Most replicas. Default: 8, or --replicas.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Minimum number of replicas. Default: 1.")] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Maximum number of replicas. Default: 8, or --replicas.")
+    ] = None,
     queue_ms: Annotated[
-        int | None, typer.Option(help="Mean wait for the engine above which replicas are added. Default: 20.")
+        int | None,
+        typer.Option(help="Add replicas when requests wait longer than this for the engine, on average. Default: 20."),
     ] = None,
     sign: Annotated[Path | None, typer.Option(metavar="KEY", help="Sign the archive with this private key.")] = None,
-    public_key: Annotated[Path | None, typer.Option(help="The public key that it is verified with there.")] = None,
+    public_key: Annotated[
+        Path | None, typer.Option(help="Public key with which the cluster verifies the archive.")
+    ] = None,
     password_file: PasswordFile = None,
     store: Store = DEFAULT_STORE,
     data: Data = None,
 ) -> None:
-    """Write what runs an artifact of RUN on a cluster or in another server, and say what to do with it.
+    """Write the files that run an artifact of RUN on a cluster or in another server, and print the next steps.
 
-    kubernetes: a deployment of our own server, with all that keeps it up and closes it in, and its image's Dockerfile.
+    kubernetes: a deployment of our own server, its network and disruption policies, and the Dockerfile of its image.
     kserve: the same image as a runtime, and an InferenceService. triton: a model repository of an ONNX artifact.
     Nothing is sent anywhere.
     """

@@ -10,10 +10,10 @@ from serve.common.hints import DEFAULT_STORE
 
 
 def renew_keys(store: Store = DEFAULT_STORE) -> None:
-    """Replace the keys: clients of before are refused from now on.
+    """Replace the keys of TorchServe; clients with the old keys are refused from now on.
 
-    Keys outlive a server, so that a restart locks nobody out; this is what ends them. Those of a running server are
-    replaced at once, and the file for curl with them; without one, the next start makes new ones.
+    Keys outlive a server, so that a restart does not lock out its clients. If a server is running, its keys and the
+    file for curl are replaced at once. Otherwise the next start creates new ones.
     """
     with reported():
         from serve.torchserve import server
@@ -28,4 +28,4 @@ def renew_keys(store: Store = DEFAULT_STORE) -> None:
             return
         for name in (KEY_FILE, HEADER_FILE):
             (state_folder(store) / name).unlink(missing_ok=True)
-        typer.echo("the next start makes new keys")
+        typer.echo("the next start will create new keys")

@@ -33,85 +33,88 @@ def run(
     store: Store = DEFAULT_STORE,
     models_file: Annotated[
         Path | None,
-        typer.Option("--models", help="A YAML file of models, their versions and weights, in place of arguments."),
+        typer.Option("--models", help="YAML file of models, their versions and weights; replaces the arguments."),
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option(help="Address to listen on; other than loopback only with --expose.", show_default="127.0.0.1"),
+        typer.Option(help="Address to listen on; anything but loopback needs --expose.", show_default="127.0.0.1"),
     ] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Port to listen on; 0: any that is free.", show_default="8080")
-    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0: any free port.", show_default="8080")] = None,
     grpc_port: Annotated[
         int | None,
-        typer.Option(help="Port for the Open Inference Protocol over gRPC, at the same host; 0: any that is free."),
+        typer.Option(help="Port for the Open Inference Protocol over gRPC, on the same host; 0: any free port."),
     ] = None,
     socket: Annotated[
-        Path | None, typer.Option(help="Listen on a unix socket here instead, which only this user can open.")
+        Path | None, typer.Option(help="Listen on this unix socket instead; only your user can open it.")
     ] = None,
-    expose: Annotated[bool, typer.Option("--expose", help="Let others than this machine in.")] = False,
+    expose: Annotated[bool, typer.Option("--expose", help="Accept connections from other machines.")] = False,
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="File of tokens, one a line, all valid, mode 0600, read anew when it changes. Default: one in the "
-            "store, made where there is none."
+            help="File of valid tokens, one per line, mode 0600; read again when it changes. Default: a file in the "
+            "store, created if there is none."
         ),
     ] = None,
-    no_token: Annotated[bool, typer.Option("--no-token", help="Ask nobody for a token.")] = False,
-    tls_certificate: Annotated[Path | None, typer.Option(help="Certificate chain in PEM: serve by TLS.")] = None,
+    no_token: Annotated[bool, typer.Option("--no-token", help="Answer requests without a token.")] = False,
+    tls_certificate: Annotated[Path | None, typer.Option(help="Certificate chain in PEM; turns on TLS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key in PEM.")] = None,
     tls_client_authorities: Annotated[
-        Path | None, typer.Option(help="Let in only clients with a certificate of these authorities.")
+        Path | None, typer.Option(help="Accept only clients with a certificate from these authorities.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu (use no GPU), cuda (there must be one) or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu (use no GPU), cuda (require a GPU) or auto.")] = "auto",
     gpu: Annotated[int, typer.Option(min=0, help="Index of the GPU.")] = 0,
     processes: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Processes that serve the same at one port, each with its own engine and a share of the cores: for a "
-            "GPU that is faster than one process can feed it.",
-            show_default="the most workers that an archive asks for",
+            help="Processes that share one port, each with its own engine and a share of the cores. Use several for "
+            "a GPU that one process cannot keep busy.",
+            show_default="the largest number of workers in the archives",
         ),
     ] = None,
     queue: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Requests that may wait for a model, in each process; the next is refused at once (503).",
+            help="Requests that may wait for a model in each process; the server refuses the next one (503).",
             show_default="as each archive says",
         ),
     ] = None,
-    body_limit_mb: Annotated[int, typer.Option(min=1, max=1024, help="Largest body of a request, in MiB.")] = 64,
+    body_limit_mb: Annotated[int, typer.Option(min=1, max=1024, help="Largest request body, in MiB.")] = 64,
     held_limit_mb: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Most of all bodies together, in MiB.",
-            show_default="512, or the largest body for each process where that is more",
+            help="Limit of all request bodies together, in MiB.",
+            show_default="512, or more if each process needs it for one largest body",
         ),
     ] = None,
-    body_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a body to arrive.")] = 30.0,
-    connections: Annotated[int, typer.Option(min=1, help="Most connections at once.")] = 2048,
+    body_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds in which a request body must arrive.")] = 30.0,
+    connections: Annotated[int, typer.Option(min=1, help="Maximum number of open connections.")] = 2048,
     leave_out: Annotated[
-        bool, typer.Option("--leave-out", help="Serve the others where the engines of one model do not work here.")
+        bool, typer.Option("--leave-out", help="Leave out models whose engines do not work here, and serve the others.")
     ] = False,
-    slow_ms: Annotated[int, typer.Option(min=0, help="Log requests that take longer, in ms.")] = 1000,
+    slow_ms: Annotated[int, typer.Option(min=0, help="Log requests that take longer than this, in ms.")] = 1000,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log every request.")] = False,
     drain_delay: Annotated[
-        float, typer.Option(min=0, help="Seconds from SIGTERM until the server listens no more, being not ready.")
+        float,
+        typer.Option(
+            min=0, help="Seconds after SIGTERM in which the server reports not ready but still accepts requests."
+        ),
     ] = 0.0,
-    drain_timeout: Annotated[float, typer.Option(min=1, help="Seconds to answer what was accepted.")] = 30.0,
+    drain_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds to finish accepted requests when the server stops.")
+    ] = 30.0,
     require_signed: RequireSigned = None,
     require_known: RequireKnown = False,
 ) -> None:
     """Serve models with our own server, in the foreground, until SIGTERM or Ctrl-C.
 
-    It has TorchServe's paths and answers (/predictions/NAME), KServe's (/v1/models/NAME:predict), those of the Open
-    Inference Protocol (/v2/models/NAME/infer, and gRPC by --grpc-port) and /metrics for Prometheus. It is made for
-    containers and systemd: /health/live and /health/ready, JSON logs on stderr, tokens from a file, what was accepted
-    is answered before it ends. SIGHUP: it looks again at what is to be served (the runs, or the file of --models),
-    opens what is new beside what is served, and changes over without a lost request.
+    It answers the paths of TorchServe (/predictions/NAME), of KServe (/v1/models/NAME:predict) and of the Open
+    Inference Protocol (/v2/models/NAME/infer, and gRPC with --grpc-port). Prometheus reads /metrics. It is for
+    containers and systemd: /health/live and /health/ready, JSON logs on stderr, and tokens from a file. It finishes
+    accepted requests before it stops. On SIGHUP it looks for new archives of the runs, or reads the file of --models
+    again. It loads the new models beside the old ones and switches over without losing a request.
     """
     # libgomp reads its variables when torch loads it.
     for name, value in ENVIRONMENT.items():
@@ -128,14 +131,16 @@ def run(
         from serve.runtime.service.logs import log_to_stderr
 
         if bool(models) == (models_file is not None):
-            raise UserError("say what to serve: RUN, RUN/ARTIFACT or FILE.mar; or a file of models by --models")
+            raise UserError("name what to serve: RUN, RUN/ARTIFACT or FILE.mar, or a file of models with --models")
         checked_device(device)
         if no_token and token_file is not None:
-            raise UserError("--no-token and --token-file exclude each other")
+            raise UserError("--no-token and --token-file cannot be used together")
         if socket is not None and port is not None:
-            raise UserError("--socket and --port exclude each other: the server listens at one of them")
+            raise UserError("--socket and --port cannot be used together: the server listens on one of them")
         if socket is not None and host is not None and grpc_port is None:
-            raise UserError("--host beside --socket is for gRPC alone: add --grpc-port, or leave out one of them")
+            raise UserError(
+                "--host together with --socket applies to gRPC only: add --grpc-port, or leave out one of the two"
+            )
         listening = Listening(
             Listening.host if host is None else host,
             Listening.port if port is None else port,
@@ -176,7 +181,7 @@ def run(
             drain_s=drain_timeout,
         )
         if tokens is not None and token_file is None and make_token_file(tokens):  # after all checks
-            typer.echo(f"made a token in {tokens}", err=True)
+            typer.echo(f"created a token in {tokens}", err=True)
         if count > 1:
             status = run_group(count, settings, plan.read, _tell)
         else:
@@ -216,5 +221,5 @@ def _gpu(device: str, index: int) -> int | None:
             raise UserError(f"--gpu must be below {torch.cuda.device_count()}, got {index}")
         return index
     if device == "cuda":
-        raise UserError("CUDA was asked for and this machine has no usable CUDA device: use --device cpu")
+        raise UserError("--device cuda needs a usable CUDA device, and this machine has none: use --device cpu")
     return None

@@ -17,9 +17,13 @@ from serve.runtime.errors import UserError
 def predict(
     image: Annotated[Path, typer.Argument(help="An image file: JPEG, PNG, WebP, BMP, TIFF or GIF.")],
     store: Store = DEFAULT_STORE,
-    model: Annotated[str | None, typer.Option(help="Default: the run's recommended artifact.")] = None,
-    k: Annotated[int | None, typer.Option(help="How many classes. Default: the archive's own, 5.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the endpoint's answer as it is.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Served artifact to use. Default: the recommended one of the run.")
+    ] = None,
+    k: Annotated[
+        int | None, typer.Option(help="Number of classes to print. Default: as the archive says, usually 5.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer of the server as JSON.")] = False,
 ) -> None:
     """Send IMAGE to the running server and print its best classes, best first."""
     with reported():

@@ -34,42 +34,44 @@ if TYPE_CHECKING:
     from serve.runs.stored_runs import Selection
     from serve.torchserve.state import RunningServer
 
-PORTS = "Ports, on loopback where --host does not say otherwise"
+PORTS = "Ports (on loopback unless --host says otherwise)"
 LIMITS = "Limits"
 
 Queue = Annotated[
     int,
     typer.Option(
-        help="Most requests of one model that wait in TorchServe; the next is told 503.",
+        help="Requests that may wait for one model in TorchServe; more are refused (503).",
         rich_help_panel=LIMITS,
     ),
 ]
 BodyMb = Annotated[
     int,
-    typer.Option(help="Most MiB of a request's body; larger ones are refused unread (413).", rich_help_panel=LIMITS),
+    typer.Option(
+        help="Largest request body, in MiB; the server refuses larger ones unread (413).", rich_help_panel=LIMITS
+    ),
 ]
 HeldMb = Annotated[
     int,
     typer.Option(
-        help="Most MiB of all bodies that wait or are answered; what comes then is refused unread (503). Java's heap "
-        "is 192 MiB and four times this, its other buffers 64 MiB and three times this, at most.",
+        help="Limit of all request bodies together, in MiB; beyond it the server refuses requests unread (503). "
+        "Java takes at most 256 MiB plus seven times this.",
         rich_help_panel=LIMITS,
     ),
 ]
 ReceiveS = Annotated[
     int,
     typer.Option(
-        help="Most seconds until a request has arrived; an idle connection is closed then.",
+        help="Seconds in which a request must arrive.",
         rich_help_panel=LIMITS,
     ),
 ]
 DrainS = Annotated[
     int,
-    typer.Option(help="Most seconds that `stop` waits for what was accepted to be answered.", rich_help_panel=LIMITS),
+    typer.Option(help="Seconds that `stop` waits for accepted requests to finish.", rich_help_panel=LIMITS),
 ]
 Connections = Annotated[
     int,
-    typer.Option(help="Most connections of clients; the next is told 503.", rich_help_panel=LIMITS),
+    typer.Option(help="Maximum number of client connections; more are refused (503).", rich_help_panel=LIMITS),
 ]
 AccessLog = Annotated[
     bool,
@@ -94,27 +96,31 @@ def start(
     foreign_code: ForeignCode = False,
     require_known: RequireKnown = False,
     data: Data = None,
-    strict_start: Annotated[
-        bool, typer.Option("--strict-start", help="Start all that was asked for, or nothing.")
-    ] = False,
+    strict_start: Annotated[bool, typer.Option("--strict-start", help="Start all of the models, or nothing.")] = False,
     device: Device = "auto",
     host: Annotated[
-        str, typer.Option(help="Address of the predictions; others than loopback with --expose.", rich_help_panel=PORTS)
+        str, typer.Option(help="Address for predictions; anything but loopback needs --expose.", rich_help_panel=PORTS)
     ] = "127.0.0.1",
     expose: Annotated[
-        bool, typer.Option("--expose", help="Let others than this machine in, on --host.", rich_help_panel=PORTS)
+        bool, typer.Option("--expose", help="Accept connections from other machines, on --host.", rich_help_panel=PORTS)
     ] = False,
-    port: Annotated[int, typer.Option(help="Of the predictions.", rich_help_panel=PORTS)] = 8080,
-    management_port: Annotated[int, typer.Option(help="Of descriptions and changes.", rich_help_panel=PORTS)] = 8081,
-    metrics_port: Annotated[int, typer.Option(help="Of Prometheus; asks for no token.", rich_help_panel=PORTS)] = 8082,
-    grpc_inference_port: Annotated[int, typer.Option(help="Of predictions by gRPC.", rich_help_panel=PORTS)] = 7070,
-    grpc_management_port: Annotated[int, typer.Option(help="Of management by gRPC.", rich_help_panel=PORTS)] = 7071,
+    port: Annotated[int, typer.Option(help="Port for predictions.", rich_help_panel=PORTS)] = 8080,
+    management_port: Annotated[int, typer.Option(help="Port for management.", rich_help_panel=PORTS)] = 8081,
+    metrics_port: Annotated[
+        int, typer.Option(help="Port for Prometheus; needs no token.", rich_help_panel=PORTS)
+    ] = 8082,
+    grpc_inference_port: Annotated[
+        int, typer.Option(help="Port for predictions over gRPC.", rich_help_panel=PORTS)
+    ] = 7070,
+    grpc_management_port: Annotated[
+        int, typer.Option(help="Port for management over gRPC.", rich_help_panel=PORTS)
+    ] = 7071,
     options: ServingOptions,
 ) -> None:
-    """Start TorchServe with what RUN recommends, and return when every model answers.
+    """Start TorchServe with the recommended artifact of each RUN, and return when every model answers.
 
-    It goes on in the background until `serve stop`. What cannot be served here, or dies while it loads, is
-    left out and named. A model is called RUN-ARTIFACT, or as NAME= says.
+    The server runs in the background until `serve stop`. A model that cannot be served here, or that dies while it
+    loads, is left out and named. A model is called RUN-ARTIFACT, or NAME if you give one.
     """
     with reported("error: interrupted: the server was stopped"):
         from serve.archive.verification import policy_of
@@ -153,8 +159,8 @@ def start(
         _tell_unchecked(running, selection.archives)
         if not host.startswith("127."):
             typer.echo(
-                f"open to whoever reaches http://{host}:{port}: predictions, which ask for the token, and without "
-                "encryption; put a proxy with TLS before it. All other ports are on loopback"
+                f"everyone who can reach http://{host}:{port} can send requests; they need the token, but are not "
+                "encrypted: put a proxy with TLS in front. All other ports are on loopback"
             )
         typer.echo(f"metrics: http://127.0.0.1:{metrics_port}/metrics")
         typer.echo(f"stop it with: {target('stop', 'serve stop', store)}")
@@ -175,7 +181,7 @@ def add(
     device: Device = "auto",
     options: ServingOptions,
 ) -> None:
-    """Serve more, of any run of the store, while the server goes on; all of it or nothing."""
+    """Add models of any run of the store to the running server: all of them, or nothing."""
     with reported():
         from serve.archive.verification import policy_of
         from serve.common.progress import shown
@@ -200,9 +206,10 @@ def add(
 
 @serving_options
 def replace(
-    name: Annotated[str, typer.Argument(help="The model, as `serve status` names it.")],
+    name: Annotated[str, typer.Argument(help="Name of the model, as `serve status` prints it.")],
     target: Annotated[
-        str | None, typer.Argument(help="RUN/ARTIFACT. Default: what it is of, as it is packed now.")
+        str | None,
+        typer.Argument(help="RUN/ARTIFACT to serve instead. Default: the same artifact, as it is packed now."),
     ] = None,
     *,
     store: Store = DEFAULT_STORE,
@@ -213,10 +220,10 @@ def replace(
     device: Device = "auto",
     options: ServingOptions,
 ) -> None:
-    """Serve another artifact by the name of one that is served; no request is lost.
+    """Serve another artifact under the name of a served model, without losing a request.
 
-    Both are in memory for a while: the new one takes the requests when it answers, and the old one goes when it has
-    answered those that it had accepted. Where the new one does not come up, the old one goes on.
+    Both are in memory for a while. The new one takes the requests as soon as it answers. The old one finishes the
+    requests that it accepted, and is then removed. If the new one does not start, the old one stays.
     """
     with reported():
         from serve.archive.verification import policy_of
@@ -233,15 +240,17 @@ def replace(
             archive = selection.archives[name]
             running = live_changes.replace(store, name, archive, pack=pack, policy=policy, progressed=bar.progressed)
         new = running.model(name)
-        typer.echo(f"replaced: {name} is {new.run}/{new.artifact}, version {new.version}")
+        typer.echo(f"replaced: {name} is now {new.run}/{new.artifact}, version {new.version}")
         _tell_unchecked(running, [name])
 
 
 def remove(
-    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="The models, as `serve status` names them.")],
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME…", help="Names of the models, as `serve status` prints them.")
+    ],
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Serve models no more; what they have accepted is answered, and the server goes on."""
+    """Remove models from the running server; they finish their accepted requests first."""
     with reported():
         from serve.common.progress import shown
         from serve.torchserve import live_changes
@@ -251,16 +260,16 @@ def remove(
             left = live_changes.remove(store, names)
         typer.echo(f"removed: {', '.join(dict.fromkeys(names))}")
         if left.default_model != default:
-            typer.echo(f"the default model is {left.default_model} now")
+            typer.echo(f"the default model is now {left.default_model}")
 
 
 def status(
     store: Store = DEFAULT_STORE,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole status as JSON.")] = False,
 ) -> None:
-    """Show the running server: its models, their workers, what executes each, and what it passed over or left out.
+    """Show the running server: its models, their workers and engines, and which models and engines were left out.
 
-    The exit code is 0 when every model has a ready worker, else 1.
+    The exit code is 0 if every model has a ready worker, else 1.
     """
     with reported():
         from serve.torchserve.health import look
@@ -276,12 +285,15 @@ def status(
 
 
 def stop(
-    run: Annotated[str | None, typer.Argument(help="Stop only if this run is served. Default: whichever is.")] = None,
+    run: Annotated[
+        str | None, typer.Argument(help="Stop only if this run is served. Default: stop in any case.")
+    ] = None,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Stop the running server and its workers; without one, there is nothing to do.
+    """Stop the running server and its workers; does nothing if none is running.
 
-    What comes is refused, and what was accepted is answered first. A start that is under way is waited for.
+    The server refuses new requests and finishes the accepted ones first. If a start is in progress, `stop` waits for
+    it.
     """
     with reported():
         from serve.common.progress import shown
@@ -289,8 +301,8 @@ def stop(
         from serve.torchserve import server
 
         if run is not None and (present := server.running(store)) is not None and run not in present.runs:
-            raise UserError(f"the run {' and '.join(present.runs)} is served, and not {run!r}; it goes on")
-        waiting = "a start (or another change) is under way: waiting for its end, then stopping …"
+            raise UserError(f"the run {' and '.join(present.runs)} is served, not {run!r}; the server keeps running")
+        waiting = "another command is starting or changing the server: waiting until it ends, then stopping …"
         with shown("stop") as bar:
             stopped = server.stop(store, lambda: _beside(bar, waiting))
         for served in stopped.runs if stopped else ():
@@ -316,7 +328,7 @@ def _tell_unchecked(running: RunningServer, names: Collection[str]) -> None:
     """Print the models that are ready without a checked known answer."""
     for model in running.served:
         if model.name in names and model.unchecked:
-            typer.echo(f"not asked for a known answer: {model.name} ({model.unchecked})")
+            typer.echo(f"known answer not checked: {model.name} ({model.unchecked})")
 
 
 def _beside(bar: ProgressBar, line: str) -> None:

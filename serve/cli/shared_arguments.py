@@ -16,33 +16,36 @@ if TYPE_CHECKING:
     from serve.torchserve.state import RunningServer
 
 Store = Annotated[Path, typer.Option(help="The folder that holds the runs.", show_default=True)]
-Run = Annotated[str, typer.Argument(help="The run's name, or the model that it is of, such as path/to/net.py:build.")]
+Run = Annotated[str, typer.Argument(help="Name of the run, or its model, such as path/to/net.py:build.")]
 Targets = Annotated[
     list[str],
     typer.Argument(
         metavar="[NAME=]RUN[/ARTIFACT]…",
-        help="What to serve: runs, or models that they are of, and perhaps which artifact.",
+        help="What to serve: runs, or their models, optionally with an artifact.",
         show_default=False,
     ),
 ]
 Artifacts = Annotated[
     list[str] | None,
-    typer.Option(help="Of a RUN alone: this one, or all. Repeatable.", show_default="the recommended one"),
+    typer.Option(
+        help="Artifact of a RUN that is given without one; or all. Repeatable.", show_default="the recommended artifact"
+    ),
 ]
 Device = Annotated[str, typer.Option(help="cpu (no GPU), cuda (prefer it) or auto (as each archive prefers).")]
-Data = Annotated[str | None, typer.Option(help="The data that the model's run is on, where RUN is a model.")]
+Data = Annotated[str | None, typer.Option(help="Data of the run, if RUN is a model.")]
 RequireSigned = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="PUBKEY",
-        help="Serve only what this key signed; repeatable, any will do. Default: what STORE/serve.toml says.",
+        help="Serve only archives signed with this key; with several, any of them is enough. Default: as "
+        "STORE/serve.toml says.",
     ),
 ]
 ForeignCode = Annotated[
     bool,
     typer.Option(
         "--foreign-code",
-        help="Run the Python of an unsigned archive also where it is not what this installation packs.",
+        help="Run Python of an unsigned archive even if this installation does not pack it.",
     ),
 ]
 
@@ -50,9 +53,7 @@ ForeignCode = Annotated[
 RequireKnown = Annotated[bool, typer.Option("--require-known", help="Refuse archives without a known answer.")]
 
 #: Decorator: gives a command the serving options, as its parameter ``options``.
-serving_options = with_options(
-    ServingOptions, "options", panel="How models are served, where that is not as their archives say"
-)
+serving_options = with_options(ServingOptions, "options", panel="Serving options (they replace those of the archives)")
 
 
 def checked_device(device: str) -> DeviceChoice:

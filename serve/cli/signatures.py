@@ -10,9 +10,9 @@ import typer
 from serve.common.command_line import reported
 from serve.runtime.errors import UserError
 
-Signed = Annotated[Path, typer.Argument(metavar="ARCHIVE", help="An archive (.mar), or an artifact's folder.")]
+Signed = Annotated[Path, typer.Argument(metavar="ARCHIVE", help="An archive (.mar), or the folder of an artifact.")]
 PasswordFile = Annotated[
-    Path | None, typer.Option(help="A file whose first line is the private key's password, if it has one.")
+    Path | None, typer.Option(help="File with the password of the private key in its first line, if it has one.")
 ]
 
 
@@ -22,11 +22,11 @@ def sign(
     key: Annotated[Path, typer.Option(help="A private key on the curve P-256, P-384 or P-521, in PEM.")],
     password_file: PasswordFile = None,
 ) -> None:
-    """Sign ARCHIVE with a key of your own; the signature is written beside it as ARCHIVE.sig.
+    """Sign ARCHIVE with your private key; the signature is written beside it as ARCHIVE.sig.
 
-    It is an OpenSSF model signature, made without any network. A pair of keys is made by `openssl ecparam -name
-    prime256v1 -genkey -noout -out release.key` and `openssl ec -in release.key -pubout -out release.pub`. Whoever
-    packs ARCHIVE anew signs it anew.
+    It is an OpenSSF model signature, made without any network. To create a pair of keys, run `openssl ecparam -name
+    prime256v1 -genkey -noout -out release.key` and `openssl ec -in release.key -pubout -out release.pub`. Sign again
+    after you pack ARCHIVE again.
     """
     with reported():
         from serve.archive.signature import sign as sign_archive
@@ -37,14 +37,12 @@ def sign(
 def verify(
     archive: Signed,
     *,
-    key: Annotated[
-        list[Path], typer.Option(help="The public key of who should have signed it; repeatable, any will do.")
-    ],
+    key: Annotated[list[Path], typer.Option(help="Public key of the signer; with several, any of them is enough.")],
 ) -> None:
-    """See that ARCHIVE is whole and that KEY signed exactly that. The exit code is 1 where it did not.
+    """Check that ARCHIVE is complete and signed by KEY. The exit code is 1 if it is not.
 
-    `start --require-signed` and `run --require-signed` do so on a private copy and load that. A stock TorchServe
-    cannot: there, verify first and see to it that nobody changes the file meanwhile.
+    `start --require-signed` and `run --require-signed` do this on a private copy and load that copy. A stock TorchServe
+    cannot. There, verify first and make sure that nobody changes the file afterwards.
     """
     with reported():
         from serve.archive.signature import verify as verify_archive

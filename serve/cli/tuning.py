@@ -19,36 +19,42 @@ _SIZES = {"MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 
 def tune(
     run: Annotated[
-        str, typer.Argument(metavar="RUN[/ARTIFACT]", help="A run's recommended artifact, or another of its artifacts.")
+        str, typer.Argument(metavar="RUN[/ARTIFACT]", help="A run (its recommended artifact), or RUN/ARTIFACT.")
     ],
     *,
     store: Store = DEFAULT_STORE,
     data: Data = None,
-    p99: Annotated[str, typer.Option(metavar="TIME", help="Most that the 99th percentile may be: 20ms.")] = "20ms",
+    p99: Annotated[
+        str, typer.Option(metavar="TIME", help="Limit of the 99th percentile of latency, such as 20ms.")
+    ] = "20ms",
     objective: Annotated[
-        str, typer.Option(help="throughput: the highest rate that holds it; latency: the lowest p99 at --rate.")
+        str, typer.Option(help="throughput (highest rate within --p99) or latency (lowest p99 at --rate).")
     ] = "throughput",
     rate: Annotated[
         float | None,
-        typer.Option(help="Arrivals a second for the latency.", show_default="half of the present saturation"),
+        typer.Option(
+            help="Requests per second for --objective latency.", show_default="half of the present saturation rate"
+        ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most that the server's processes may hold: 2GB.")
+        str | None, typer.Option(metavar="SIZE", help="Limit of the memory of the server's processes, such as 2GB.")
     ] = None,
-    server: Annotated[str, typer.Option(help="own or torchserve.")] = "own",
+    server: Annotated[str, typer.Option(help="Server to tune: own or torchserve.")] = "own",
     photos: Annotated[
-        Path | None, typer.Option(help="A folder of the images to send. Default: pictures of 0.1 to 0.3 megapixels.")
+        Path | None, typer.Option(help="Folder of images to send. Default: pictures of 0.1 to 0.3 megapixels.")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=0.2, help="Seconds of one measurement.", show_default="4")
+        float | None, typer.Option(min=0.2, help="Length of one measurement, in seconds.", show_default="4")
     ] = None,
-    short: Annotated[bool, typer.Option("--short", help="One second each and no curve: to see that it works.")] = False,
+    short: Annotated[
+        bool, typer.Option("--short", help="Measure for one second each and draw no curve: a quick trial.")
+    ] = False,
 ) -> None:
-    """Find by measurement how RUN is best served on this machine, and write that beside its card.
+    """Find the best way to serve RUN on this machine by measurement, and write it beside its card.
 
-    The server is started in each way that could win (engine, threads, workers, decode threads, batch size and delay),
-    and asked at stated arrival rates. Killed, it goes on where it ended when started again. It
-    takes 4 to 10 minutes, on a machine that does nothing else. Archives are left as they are: pack them again.
+    Each candidate (engine, threads, workers, decode threads, batch size and delay) is started and loaded at given
+    request rates. If it is interrupted, start it again: it continues where it stopped. It takes 4 to 10 minutes on an
+    otherwise idle machine. Archives do not change: pack them again.
     """
     with reported():
         from serve.common import layout
@@ -67,9 +73,9 @@ def tune(
         if rate is not None and rate <= 0:
             raise UserError(f"--rate must be above 0 requests a second, got {rate:g}")
         if rate is not None and objective == "throughput":
-            raise UserError(f"--rate {rate:g} is of --objective latency; throughput looks for the rate")
+            raise UserError(f"--rate {rate:g} needs --objective latency; --objective throughput searches for the rate")
         if seconds is not None and short:
-            raise UserError(f"--seconds {seconds:g} with --short: that measures for one second each")
+            raise UserError(f"--seconds {seconds:g} cannot be used with --short, which measures for one second each")
         goal = Goal(
             cast(Objective, objective),
             _read("--p99", p99, _TIMES, "20ms"),
@@ -78,7 +84,7 @@ def tune(
         )
         target = stored_runs.find_target(run, data)
         if target.name is not None:
-            raise UserError(f"what is tuned gets no name: say RUN/ARTIFACT, and not {run}")
+            raise UserError(f"tuning takes RUN/ARTIFACT without NAME=, not {run}")
         folder = layout.artifact_folder(
             store, target.run, target.artifact or stored_runs.recommended(store, target.run)
         )
@@ -99,9 +105,9 @@ def tune(
                 )
         way, outcome = describe(found.chosen.way, server), found.chosen.outcome
         if found.chosen is found.usual:
-            typer.echo(f"it stays as it was: {way} ({outcome}); nothing was shown to be better")
+            typer.echo(f"kept the present settings: {way} ({outcome}); nothing else proved better")
         else:
-            typer.echo(f"chosen: {way} ({outcome}); as it was: {found.usual.outcome}")
+            typer.echo(f"chosen: {way} ({outcome}); before: {found.usual.outcome}")
         if not short:
             typer.echo(f"curve: {folder / CURVE_FILE}")
         typer.echo(f"pack it with: {command(f'serve package {target.run}', store)}")

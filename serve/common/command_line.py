@@ -138,7 +138,7 @@ def _refuse_empty(words: Sequence[str]) -> None:
     for word, following in itertools.zip_longest(words, words[1:]):
         option, equals, value = word.partition("=")
         if option.startswith("--") and (value if equals else following) == "":
-            raise _USAGE_ERROR(f"{option} is given nothing: leave it out, or write a value behind it")
+            raise _USAGE_ERROR(f"{option} has no value: leave it out, or give it a value")
 
 
 def _report_usage_error(error: Any) -> int:
@@ -172,6 +172,6 @@ def reported(interrupted: str = "interrupted") -> Iterator[None]:
         raise typer.Exit(1) from None
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        hint = "; free some, or name another --store" if error.errno == errno.ENOSPC else ""
+        hint = "; free some space, or choose another --store" if error.errno == errno.ENOSPC else ""
         typer.echo(f"error: {where}{error.strerror or error}{hint}", err=True)
         raise typer.Exit(2) from None

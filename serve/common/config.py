@@ -107,7 +107,7 @@ class Config(BaseModel, metaclass=_Settings):
         fields = [_described(name, field, usual) for name, field in cls.model_fields.items() if name not in general]
         if general:
             named = [_head(name, cls.model_fields[name], usual) for name in general]
-            fields.append(_paragraph(f"as {cls.described_by} has them, which describes them: {'; '.join(named)}"))
+            fields.append(_paragraph(f"see {cls.described_by} for their descriptions: {'; '.join(named)}"))
         cls.__doc__ = "\n".join([own, "", "Settings:", *fields])
 
     @field_validator("*", mode="before")
@@ -173,7 +173,7 @@ def _faults_of(kind: type[BaseModel], entries: Sequence[Mapping[str, Any]]) -> l
             inside, known = [str(part) for part in entry["loc"][1:]], _known(kind, name)
             where = f"{'.'.join(inside)}: " if inside else ""
             wrong = inside[-1] if inside else name
-            found.append(Fault(name, f"{where}unknown{did_you_mean(wrong, known)}; known are {', '.join(known)}"))
+            found.append(Fault(name, f"{where}unknown{did_you_mean(wrong, known)}; known: {', '.join(known)}"))
             continue
         message = entry["msg"].removeprefix("Value error, ")
         given = f" (it is {reprlib.repr(entry['input'])})" if name else ""

@@ -18,9 +18,7 @@ def sizes(word: str) -> tuple[int, ...]:
     try:
         return tuple(int(size) for size in word.split(","))
     except ValueError:
-        raise UserError(
-            f"--buckets must be whole numbers with commas between them, such as 1,8,32; got {word!r}"
-        ) from None
+        raise UserError(f"--buckets must be whole numbers separated by commas, such as 1,8,32; got {word!r}") from None
 
 
 def limits(words: Iterable[str]) -> dict[str, Any]:

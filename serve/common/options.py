@@ -28,72 +28,76 @@ class ServingOptions(Config):
     workers: int = Field(
         default=Serving.workers,
         ge=1,
-        description="Worker processes, each of which loads the model. TorchServe's use all cores each, our own "
-        "server's a share.",
+        description="Worker processes; each loads the model. A worker of TorchServe uses all cores, a worker of our "
+        "own server uses a share of them.",
     )
     threads: Annotated[int | None, Option(usual="one per core")] = Field(
-        default=None, ge=1, description="Intra-op threads of a worker on the CPU; None: one per core of its own."
+        default=None, ge=1, description="Intra-op threads of a worker on the CPU. None means one for each of its cores."
     )
     batch_size: int = Field(
-        default=Serving.batch_size, ge=1, le=1024, description="Most images that go through the network together."
+        default=Serving.batch_size, ge=1, le=1024, description="Largest number of images in one batch."
     )
     max_batch_delay_ms: int = Field(
         default=Serving.max_batch_delay_ms,
         ge=1,
-        description="How long the first request of a batch waits for others; 1 ms is the least, and none where we "
-        "start the server. While a worker is busy, batches form by themselves: a longer wait costs a lone client and "
-        "buys little.",
+        description="Milliseconds that the first request of a batch waits for others; 1 means no wait. Batches form "
+        "anyway while a worker is busy, so a longer wait rarely helps.",
     )
     decode_threads: Annotated[int | None, Option(usual="one per core, at most 8")] = Field(
         default=None,
         ge=1,
         le=1024,
-        description="Threads of a worker that decode images beside the engine; None: one per core, at most 8.",
+        description="Threads of a worker that decode images; None: one per core, at most 8.",
     )
     queue_limit: int = Field(
         default=Serving.queue_limit,
         ge=1,
-        description="Requests that may wait for an answer; the next one is told to try again later (503). In a worker "
-        "of TorchServe these are of one batch: its own queue is --queue.",
+        description="Requests that may wait for an answer; the server refuses the next one (503). In TorchServe this "
+        "limits the requests of one batch; --queue limits its queue.",
     )
     decoder: Annotated[str, Option(metavar="NAME")] = Field(
         default=Serving.decoder,
-        description="What decodes images: cpu, reduced, nvimgcodec or torchcodec. Accuracy was measured with cpu, "
-        "which also does where another one does not work; reduced decodes large JPEGs at a smaller scale; the others "
-        "are for GPUs.",
+        description="Image decoder: cpu, reduced, nvimgcodec or torchcodec. Accuracy was measured with cpu, which is "
+        "also the fallback; reduced decodes large JPEGs at a smaller scale. The other two are for GPUs.",
     )
     buckets: Annotated[tuple[int, ...], Option(metavar="SIZE,SIZE…", kind=str, read=sizes, usual="any size")] = Field(
         default=(),
-        description="Batch sizes to prepare for, ascending; a smaller batch is padded to the next.",
+        description="Batch sizes to prepare, ascending; smaller batches are padded to the next size.",
     )
     engines: Annotated[
         tuple[str, ...], Option("--engine", metavar="ENGINE", kind=list[str], read=tuple, usual="as measured")
     ] = Field(
         default=(),
-        description="Engines to prefer, the best first, with the device where there are two: exported[cuda]. "
-        "The others that open the artifact follow as they stand.",
+        description="Engines to prefer, best first; add a device if there are two: exported[cuda]. The other engines "
+        "that can open the artifact follow in their usual order.",
     )
     options: Annotated[
         Mapping[str, Mapping[str, EngineOption]],
         Option("--option", metavar="ENGINE.NAME=VALUE", kind=list[str], read=engine_options),
-    ] = Field(default={}, description="What an engine is told: {'openvino': {'precision': 'bf16'}}.")
+    ] = Field(default={}, description="Options of engines: {'openvino': {'precision': 'bf16'}}.")
     strict: Annotated[bool, Option(negatable=True)] = Field(
-        default=Serving.strict, description="Only the first engine may run it: where it does not work, loading fails."
+        default=Serving.strict, description="Allow only the first engine: if it does not work, loading fails."
     )
-    k: int = Field(default=Serving.k, ge=1, description="Classes in an answer where the request does not say.")
-    instance_limit: int = Field(default=Serving.instance_limit, ge=1, description="Most images in one JSON request.")
+    k: int = Field(
+        default=Serving.k, ge=1, description="Number of classes in an answer, unless the request says otherwise."
+    )
+    instance_limit: int = Field(
+        default=Serving.instance_limit, ge=1, description="Largest number of images in one JSON request."
+    )
     budget: Annotated[Budget, Option(metavar="LIMIT=VALUE", kind=list[str], read=limits)] = Field(
         default=SERVING,
-        description="Pixels and seconds that decoding an image, a request and a batch may take. A batch is given half "
-        "of response_timeout_s at most.",
+        description="Limits of pixels and seconds for decoding an image, a request and a batch. A batch gets at most "
+        "half of response_timeout_s.",
     )
     response_timeout_s: int = Field(
-        default=Serving.response_timeout_s, ge=1, description="A batch that takes longer has its worker restarted."
+        default=Serving.response_timeout_s,
+        ge=1,
+        description="Seconds in which a batch must be answered; otherwise its worker is restarted.",
     )
     startup_timeout_s: int = Field(
         default=Serving.startup_timeout_s,
         ge=1,
-        description="Most time for a worker to load and warm up, its turn awaited.",
+        description="Seconds in which a worker must load and warm up.",
     )
 
     @field_validator("budget", mode="before")
@@ -105,7 +109,7 @@ class ServingOptions(Config):
         known = dataclasses.asdict(SERVING)
         for name in value:
             if name not in known:
-                raise ValueError(f"unknown limit {name}{did_you_mean(str(name), known)}; known are {', '.join(known)}")
+                raise ValueError(f"unknown limit {name}{did_you_mean(str(name), known)}; known: {', '.join(known)}")
         return {**known, **value}
 
     @field_validator("decoder")

@@ -38,7 +38,7 @@ def wait_until_ready(
                 return
         time.sleep(every_s)
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    said = lines[-1][:300] if lines else "it wrote nothing"
+    said = lines[-1][:300] if lines else "it printed nothing"
     raise PipelineError(
         f"the server ended before it was ready: {said}"
         if process.poll() is not None
@@ -74,4 +74,4 @@ def end(processes: Sequence[psutil.Process], *, patience_s: float, ask: bool = T
             process.kill()
     _, left = psutil.wait_procs(left, timeout=_KILL_TIMEOUT_S)
     if left:
-        raise PipelineError(f"processes {', '.join(str(process.pid) for process in left)} do not end")
+        raise PipelineError(f"processes {', '.join(str(process.pid) for process in left)} did not end")

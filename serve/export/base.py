@@ -25,29 +25,29 @@ class ExportSettings(Config):
     image: str = Field(
         default="optimize-and-serve:latest",
         min_length=1,
-        description="The own server's image, as the cluster pulls it; name it by digest for a deployment.",
+        description="Image of our own server, as the cluster pulls it; use a digest for a deployment.",
     )
     namespace: str = Field(
         default="default", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", description="Kubernetes namespace."
     )
-    cpus: int = Field(default=2, ge=1, le=256, description="Cores of a replica, which its engine is given threads for.")
-    memory_mb: int = Field(default=4096, ge=256, description="Most memory of a replica, in MiB.")
-    gpus: int = Field(default=0, ge=0, le=1, description="GPUs of a replica; a worker uses one.")
-    replicas: int = Field(default=1, ge=1, le=1000, description="Fewest replicas.")
+    cpus: int = Field(default=2, ge=1, le=256, description="Cores of a replica, and threads of its engine.")
+    memory_mb: int = Field(default=4096, ge=256, description="Memory limit of a replica, in MiB.")
+    gpus: int = Field(default=0, ge=0, le=1, description="GPUs of a replica, 0 or 1.")
+    replicas: int = Field(default=1, ge=1, le=1000, description="Minimum number of replicas.")
     max_replicas: int = Field(
         default_factory=lambda given: max(8, given.get("replicas", 1)),
         ge=1,
         le=1000,
-        description="Most replicas; by default 8, or as many as the fewest.",
+        description="Maximum number of replicas; by default 8, or the minimum if that is larger.",
     )
     queue_ms: int = Field(
-        default=20, ge=1, description="Mean time that requests wait for the engine, above which replicas are added."
+        default=20, ge=1, description="Mean wait for the engine above which replicas are added, in ms."
     )
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
         if self.max_replicas < self.replicas:
-            raise ValueError(f"max_replicas must be at least replicas, {self.replicas}, and is {self.max_replicas}")
+            raise ValueError(f"max_replicas must be at least replicas ({self.replicas}), got {self.max_replicas}")
         return self
 
 

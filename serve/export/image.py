@@ -43,7 +43,9 @@ def write_image(subject: Subject, folder: Path) -> None:
         UserError: the artifact cannot be served so.
     """
     if (subject.key is None) != (subject.public_key is None):
-        raise UserError("a signed export needs both keys: --sign KEY to sign with, --public-key to verify with there")
+        raise UserError(
+            "a signed export needs two keys: --sign for signing and --public-key for verification in the cluster"
+        )
     models = folder / "models"
     models.mkdir(parents=True)
     # One core for each thread, whatever the node has: a container cannot see its share of the node's cores. For the
@@ -179,7 +181,7 @@ def _probe(path: str, *, period_s: int, failures: int) -> dict[str, Any]:
 def build_lines(subject: Subject) -> list[str]:
     """Return the steps to build the image, from the project's root."""
     return [
-        "build the image in the project's folder:",
+        "build the image in the folder of the project:",
         f"  docker build -f FOLDER/image/Dockerfile --build-context models=FOLDER/image/models "
         f"-t {subject.settings.image} .",
     ]

@@ -20,7 +20,7 @@ def write(subject: Subject, folder: Path) -> Sequence[str]:
     write_yaml(folder / "inferenceservice.yaml", manifests(subject, name))
     return [
         *image.build_lines(subject),
-        "make the tokens (a line each) known and apply:",
+        "create the secret of tokens (one per line), then apply:",
         image.secret_line(subject.settings.namespace, name),
         "  kubectl apply -f FOLDER/inferenceservice.yaml",
     ]

@@ -25,14 +25,14 @@ def write(subject: Subject, folder: Path) -> Sequence[str]:
     write_yaml(folder / "prometheus-adapter.yaml", [adapter_rules()])
     return [
         *image.build_lines(subject),
-        "make the tokens (a line each) known and apply:",
+        "create the secret of tokens (one per line), then apply:",
         image.secret_line(subject.settings.namespace, name),
         "  kubectl apply -f FOLDER/manifests.yaml",
-        f"the autoscaler has no {QUEUE_METRIC}, and leaves the replicas as they are, until Prometheus scrapes:",
+        f"the autoscaler changes nothing until Prometheus collects {QUEUE_METRIC}:",
         image.scrape_secret_line(subject.settings.namespace, name),
-        "  kubectl apply -f FOLDER/podmonitor.yaml (needs the operator of Prometheus, and its podMonitorSelector)",
-        "  and prometheus-adapter gets the rule of prometheus-adapter.yaml",
-        f"pods with the label {'='.join(*CLIENT.items())} may ask",
+        "  kubectl apply -f FOLDER/podmonitor.yaml (needs the Prometheus operator and a matching podMonitorSelector)",
+        "  and add the rule in prometheus-adapter.yaml to prometheus-adapter",
+        f"pods with the label {'='.join(*CLIENT.items())} may send requests",
     ]
 
 

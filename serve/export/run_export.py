@@ -60,13 +60,13 @@ def export_run(
         raise UserError(f"{run} has no artifact {artifact!r}{did_you_mean(artifact, cards)}; it has {', '.join(cards)}")
     name = artifact or _best(store, run, cards, chosen.format)
     if chosen.format not in (None, cards[name].format):
-        raise UserError(f"{name} is a {cards[name].format} file, and {target} is given {chosen.format} files only")
+        raise UserError(f"{name} is a {cards[name].format} file, but {target} takes only {chosen.format} files")
     source = layout.artifact_folder(store, run, name)
     sealed_files.require(store / run, f"{layout.ARTIFACTS}/{name}")
     folder = folder or store / run / layout.EXPORTS / target
     try:
         if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"{folder}: is not empty; remove it, or name another with --out")
+            raise UserError(f"{folder}: is not empty; remove it, or choose another folder with --out")
         folder.mkdir(parents=True, exist_ok=True)
         subject = Subject(model_name(run, name), source, load_card(source), settings, key, public_key, password)
         steps = [line.replace("FOLDER", str(folder)) for line in chosen.write(subject, folder)]
@@ -83,9 +83,9 @@ def _check_useful(target: Target, settings: ExportSettings, *, signed: bool) -> 
         UserError: it names them.
     """
     if useless := sorted(target.ignores & settings.model_fields_set):
-        raise UserError(f"{target.name} has no use for {', '.join(name.replace('_', '-') for name in useless)}")
+        raise UserError(f"{target.name} does not support {', '.join(name.replace('_', '-') for name in useless)}")
     if signed and not target.signs:
-        raise UserError(f"{target.name} is given no archive that could be signed, and verifies none")
+        raise UserError(f"{target.name} does not use archives, so they cannot be signed or verified")
 
 
 def _best(store: Path, run: str, cards: dict[str, Card], model_format: str | None) -> str:
@@ -94,5 +94,5 @@ def _best(store: Path, run: str, cards: dict[str, Card], model_format: str | Non
     if not possible:
         raise UserError(f"{run} has no {model_format} artifact; it has {', '.join(cards)}")
     if (found := recommended_among(store, run, possible)) is None:
-        raise UserError(f"{run} has several artifacts for this: say --artifact {' or '.join(possible)}")
+        raise UserError(f"{run} has several suitable artifacts: choose one with --artifact {' or '.join(possible)}")
     return found

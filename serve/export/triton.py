@@ -45,7 +45,7 @@ def write(subject: Subject, folder: Path) -> Sequence[str]:
     serving = read_serving(subject.folder) or Serving(chain_for(card))
     (model / "config.pbtxt").write_text(text(config(subject, model / "1" / "model.onnx", serving)), encoding="ascii")
     (folder / "README.md").write_text(readme(subject), encoding="utf-8")
-    return [f"serve it: tritonserver --model-repository=FOLDER (the model {subject.name}); how to ask is in README.md"]
+    return [f"serve it: tritonserver --model-repository=FOLDER (the model {subject.name}); see README.md for requests"]
 
 
 def config(subject: Subject, graph: Path, serving: Serving) -> Mapping[str, Any]:
@@ -62,9 +62,9 @@ def config(subject: Subject, graph: Path, serving: Serving) -> Mapping[str, Any]
     weights = {entry.name for entry in model.initializer}
     inputs = [entry for entry in model.input if entry.name not in weights]
     if len(inputs) != 1 or len(model.output) != 1:
-        raise UserError(f"{graph}: has {len(inputs)} inputs and {len(model.output)} outputs, and one of each is served")
+        raise UserError(f"{graph}: has {len(inputs)} inputs and {len(model.output)} outputs; it must have one of each")
     if not inputs[0].type.tensor_type.shape.dim[0].dim_param:
-        raise UserError(f"{graph}: takes batches of one size only, and Triton makes them of any")
+        raise UserError(f"{graph}: takes batches of one size only, but Triton needs any size")
     # Triton refuses a preferred size above the largest batch.
     buckets = [size for size in serving.executions[0].buckets if size <= serving.batch_size]
     gpus = subject.settings.gpus
@@ -117,13 +117,13 @@ def readme(subject: Subject) -> str:
     lines = [
         f"# {subject.name}",
         "",
-        f"{subject.card.model}, {subject.card.precision}. Triton runs the network; whoever asks prepares each image:",
+        f"{subject.card.model}, {subject.card.precision}. Triton runs the network only. Prepare each image first:",
         "",
         *(f"{number}. {step}" for number, step in enumerate(steps, 1)),
         "",
         f"The answer has a logit for each class in the order of `labels.txt`; {subject.card.probabilities} gives "
-        "probabilities. Pixels, time",
-        "and files are not limited here as by the project's own servers: whoever prepares the images limits them.",
+        "probabilities. Unlike",
+        "the project's own servers, Triton does not limit pixels, decoding time or file sizes: limit them before.",
         "",
     ]
     return "\n".join(lines)

@@ -37,11 +37,11 @@ class Checker:
     def _judge(self, item: Item, status: int, body: bytes) -> tuple[Verdict, str]:
         expected = _status(item)
         if status != expected:
-            text = f"status {status}, known is {expected}: {body[:160]!r}"
+            text = f"status {status} instead of {expected}: {body[:160]!r}"
             return ("rejected" if status in (429, 503) else "failed" if status >= 500 else "wrong"), text
         if item.exact is not None:
             return (
-                ("answered", "") if body == item.exact else ("wrong", f"{body[:160]!r}, known is {item.exact[:80]!r}")
+                ("answered", "") if body == item.exact else ("wrong", f"{body[:160]!r} instead of {item.exact[:80]!r}")
             )
         try:
             fault = self._fault(item, json.loads(body, parse_constant=_refuse_constant))
@@ -65,7 +65,7 @@ class Checker:
 
     def _compare(self, known: Known, answer: Any) -> str:
         if known.status != 200:
-            return "" if isinstance(answer["error"], str) else "its error is no text"
+            return "" if isinstance(answer["error"], str) else "its error is not a string"
         # TorchServe's own handlers answer {"class": probability}.
         pairs = (
             [(int(index), value) for index, value in answer.items()]
@@ -76,13 +76,13 @@ class Checker:
             return "no classes"
         for index, value in pairs:
             if not abs(value - known.probabilities[index]) <= self._tolerance:
-                return f"class {index} has {value:.4f}, known is {known.probabilities[index]:.4f}"
+                return f"class {index} has {value:.4f} instead of {known.probabilities[index]:.4f}"
         values = [value for _, value in pairs]
         best = sorted(known.probabilities, reverse=True)[: len(pairs)]
         if any(abs(mine - theirs) > self._tolerance for mine, theirs in zip(values, best, strict=True)):
-            return f"its classes are not the best: {pairs}"
+            return f"its classes are not the most probable ones: {pairs}"
         if len({index for index, _ in pairs}) != len(pairs):
-            return f"a class comes twice: {pairs}"
+            return f"a class is listed twice: {pairs}"
         return ""
 
 

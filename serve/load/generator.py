@@ -46,7 +46,7 @@ class _Run:
         host = "localhost" if target.address.startswith("unix:") else target.address
         self._requests = {item.name: request_bytes(item, target.path, host, target.headers) for item in workload.items}
         if len(self._requests) < len(self._items):
-            raise ValueError("two items have one name")
+            raise ValueError("two items have the same name")
         self._selector = selectors.DefaultSelector()
         self._idle: list[tuple[Wire, float]] = []
         self._under_way: dict[Wire, _Sent] = {}
@@ -244,7 +244,7 @@ class _Run:
             self._wait(0.05)
         now = time.perf_counter()
         for due in self._waiting if self._plan.rate is not None else ():
-            self._count("lost", due, "it was due and could not be sent", now)
+            self._count("lost", due, "it could not be sent when it was due", now)
         for wire in list(self._under_way):
             self._drop(wire, BrokenWireError("no answer when the run ended"), now)
 

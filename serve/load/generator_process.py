@@ -64,7 +64,7 @@ def finished(process: subprocess.Popen[str], plan: Plan) -> Result:
     try:
         out, errors = process.communicate(timeout=plan.warm_s + plan.seconds + plan.timeout_s + 60)
     except subprocess.TimeoutExpired:
-        raise LoadError("the load generator does not end") from None
+        raise LoadError("the load generator did not end") from None
     if process.returncode:
-        raise LoadError(f"the load generator died: {(errors.strip().splitlines() or ['without a word'])[-1]}")
+        raise LoadError(f"the load generator died: {(errors.strip().splitlines() or ['no message'])[-1]}")
     return Result.from_json(json.loads(out))

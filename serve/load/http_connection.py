@@ -87,7 +87,7 @@ class Wire:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise BrokenWireError(f"it does not read on ({error.strerror or error})") from None
+            raise BrokenWireError(f"the server stopped reading ({error.strerror or error})") from None
         return True
 
     @property
@@ -108,7 +108,7 @@ class Wire:
         except OSError as error:
             raise BrokenWireError(f"the connection broke ({error.strerror or error})") from None
         if not data:
-            raise BrokenWireError(f"the connection was closed after {len(self._in)} bytes of an answer")
+            raise BrokenWireError(f"the connection was closed after {len(self._in)} bytes of a response")
         self._in += data
         if self._head < 0 and not self._read_head():
             return None
@@ -126,16 +126,16 @@ class Wire:
         end = self._in.find(b"\r\n\r\n")
         if end < 0:
             if len(self._in) > _LONGEST_HEAD:
-                raise BrokenWireError(f"an answer's head has more than {_LONGEST_HEAD} bytes")
+                raise BrokenWireError(f"the headers of a response have more than {_LONGEST_HEAD} bytes")
             return False
         # Searched, not split into fields, because this process shares the cores with the measured server.
         head = bytes(self._in[: end + 2])
         first = _FIRST.match(head)
         if first is None:
-            raise BrokenWireError(f"no HTTP/1.1 answer: {head.partition(_LINE)[0][:80].decode('latin-1')!r}")
+            raise BrokenWireError(f"not an HTTP/1.1 response: {head.partition(_LINE)[0][:80].decode('latin-1')!r}")
         length = _LENGTH.search(head)
         if length is None:
-            raise BrokenWireError("an answer has no Content-Length, without which this client does not know its end")
+            raise BrokenWireError("a response has no Content-Length, which this client needs")
         self._head, self._length = end + 4, int(length[1])
         timing = _SERVER_TIMING.search(head)
         closes = first[1] == b"0" or _CLOSES.search(head) is not None

@@ -49,5 +49,5 @@ def read_pictures(folder: Path) -> list[tuple[str, bytes]]:
     """
     found = sorted(path for path in folder.glob("*") if path.suffix.lower() in ENDINGS)
     if not found:
-        raise UserError(f"{folder}: there are no pictures in it ({', '.join(ENDINGS)})")
+        raise UserError(f"{folder}: contains no images ({', '.join(ENDINGS)})")
     return [(path.name, path.read_bytes()) for path in found]

@@ -45,7 +45,7 @@ def bundled_libraries() -> tuple[JavaLibrary, ...]:
     found: list[JavaLibrary] = []
     for jar in torchserve_jars():
         if jar.bundled is None:
-            raise AuditError(f"the jars were not checked: {jar.name} is not that of TorchServe 0.12.0")
+            raise AuditError(f"the jars were not checked: {jar.name} is not the one of TorchServe 0.12.0")
         found += jar.bundled
     return tuple(found)
 
@@ -83,14 +83,14 @@ def advisories(libraries: Sequence[JavaLibrary], *, osv: str = OSV) -> Iterator[
             left = further
             if not left:
                 return
-        raise AuditError(f"the jars were not checked whole: OSV has more than {_MOST_PAGES} pages of answers")
+        raise AuditError(f"not all jars were checked: OSV sent more than {_MOST_PAGES} pages of results")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise AuditError(
             f"the jars' {len(versioned)} known versions were not checked: OSV cannot be reached "
             f"({type(error).__name__}: {first_line(error)})"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AuditError(f"OSV gave an answer that it does not document ({type(error).__name__})") from None
+        raise AuditError(f"unexpected answer from OSV ({type(error).__name__})") from None
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def audit_python() -> PythonAudit:
         return read_report(done.stdout)
     except ValueError:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise AuditError(f"the Python packages were not checked: pip-audit says {last[:200]!r}") from None
+        raise AuditError(f"the Python packages were not checked: pip-audit reports {last[:200]!r}") from None
 
 
 def read_report(document: str) -> PythonAudit:
@@ -137,7 +137,9 @@ def read_report(document: str) -> PythonAudit:
             for fault in entry["vulns"]
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no report of pip-audit ({type(error).__name__})") from None
+        raise ValueError(f"pip-audit wrote no valid report ({type(error).__name__})") from None
     if not checked:
-        raise AuditError(f"the {len(skipped)} Python packages were not checked: pip-audit's data base has none of them")
+        raise AuditError(
+            f"the {len(skipped)} Python packages were not checked: the database of pip-audit has none of them"
+        )
     return PythonAudit(len(checked), skipped, found)

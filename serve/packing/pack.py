@@ -109,4 +109,6 @@ def _check_engines(run: str, artifacts: Sequence[Path], options: ServingOptions)
     opens = {entry.name for artifact in artifacts for entry in engines_for(read_card(artifact))}
     for word in options.engines:
         if word.partition("[")[0] not in opens:
-            raise UserError(f"{word} opens no artifact of {run}; what opens them is {', '.join(sorted(opens))}")
+            raise UserError(
+                f"{word} cannot open any artifact of {run}; the engines that can are {', '.join(sorted(opens))}"
+            )

@@ -174,7 +174,7 @@ def require(folder: Path, *names: str) -> None:
         return
     found = faults(folder, names)
     if found:
-        more = f" (and {len(found) - 1} more: `{_verify(folder)}` names them)" if len(found) > 1 else ""
+        more = f" (and {len(found) - 1} more: `{_verify(folder)}` lists them)" if len(found) > 1 else ""
         raise SealError(f"{found[0]}{more}; {found[0].remedy}")
 
 
@@ -202,10 +202,7 @@ def _is_no_run(folder: Path) -> bool:
 
 
 def _not_sealed(folder: Path) -> SealError:
-    return SealError(
-        f"{folder} has no {layout.SEAL_FILE}, which says that it is whole: it was made by an older version, or "
-        f"interrupted; {_AGAIN}"
-    )
+    return SealError(f"{folder} has no {layout.SEAL_FILE}, so it is incomplete or from an older version; {_AGAIN}")
 
 
 def _verify(folder: Path) -> str:
@@ -218,7 +215,9 @@ def _entries(folder: Path) -> dict[str, Entry] | None:
     try:
         body = unsealed(path.read_text(encoding="utf-8"))
         if body.get("schema") != _SCHEMA:
-            raise SealError(f"{path} is of another version (schema {body.get('schema')}, not {_SCHEMA}); {_AGAIN}")
+            raise SealError(
+                f"{path} was written by another version (schema {body.get('schema')}, not {_SCHEMA}); {_AGAIN}"
+            )
         return {name: Entry(entry["sha256"], entry["bytes"]) for name, entry in body["files"].items()}
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -248,15 +247,15 @@ def _entry(path: Path, known: Mapping[Path, str]) -> Entry:
 def _fault(folder: Path, name: str, entry: Entry | None) -> Fault | None:
     path = folder / name
     if entry is None:
-        return Fault(name, path, "is not a file of this run; move it elsewhere", f"or {_AGAIN}")
+        return Fault(name, path, "does not belong to this run; move it elsewhere", f"or {_AGAIN}")
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             reason = "is not a regular file; remove it"
         elif status.st_size != entry.bytes:
-            reason = f"corrupted, it has {status.st_size} bytes and not {entry.bytes}"
+            reason = f"corrupted: it has {status.st_size} bytes, not {entry.bytes}"
         elif sha256_file(path) != entry.sha256:
-            reason = "corrupted, its SHA-256 is not the one that the run was sealed with"
+            reason = "corrupted: its SHA-256 differs from the one that the run recorded"
         else:
             return None
     except FileNotFoundError:

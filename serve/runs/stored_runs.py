@@ -115,7 +115,7 @@ def select(
             of the selection runs here.
     """
     if device == "cuda" and not _has_cuda():
-        raise UserError("CUDA was asked for and this machine has no usable CUDA device: use --device cpu")
+        raise UserError("--device cuda needs a usable CUDA device, and this machine has none: use --device cpu")
     wanted: dict[str, Path] = {}
     for target in targets:
         for name, path in _archives_of(store, target, artifacts):
@@ -128,7 +128,7 @@ def select(
     chosen = {name: path for name, path in wanted.items() if name not in faults}
     if faults and (strict or not chosen):
         reasons = "; ".join(f"{_shown(wanted[name])}: {reason}" for name, reason in faults.items())
-        raise UserError(f"{'one' if chosen else 'nothing'} of what was asked for cannot be served here ({reasons})")
+        raise UserError(f"{'some models' if chosen else 'the models'} cannot be served here ({reasons})")
     return Selection(chosen, faults, _first_recommended(store, chosen))
 
 
@@ -172,14 +172,14 @@ def _archives_of(store: Path, target: Target, artifacts: Sequence[str]) -> list[
         present = {name: path for name, path in present.items() if name in report.archives}
     if not present:
         raise UserError(
-            f"{folder}: there are no archives; make them with `{command(f'serve package {target.run}', store)}`"
+            f"{folder}: there are no archives; build them with `{command(f'serve package {target.run}', store)}`"
         )
     names = [target.artifact] if target.artifact is not None else list(dict.fromkeys(artifacts))
     if not names:
         if report is None and len(present) > 1:
             raise UserError(
-                f"{target.run} has no report that recommends an artifact: name one, as in {target.run}/"
-                f"{next(iter(present))}, or all with --artifact {ALL}; it has {', '.join(present)}"
+                f"{target.run} has no report that recommends an artifact: choose one, such as "
+                f"{target.run}/{next(iter(present))}, or all with --artifact {ALL}; it has {', '.join(present)}"
             )
         names = [report.recommended if report is not None else next(iter(present))]
     if names == [ALL] and ALL not in present:
@@ -187,12 +187,12 @@ def _archives_of(store: Path, target: Target, artifacts: Sequence[str]) -> list[
     for name in names:
         if name not in present:
             raise UserError(
-                f"{layout.archive_path(store, target.run, name)}: there is no such archive; {target.run} has "
-                f"{', '.join(present)}"
+                f"{layout.archive_path(store, target.run, name)}: there is no such archive; the archives of "
+                f"{target.run} are {', '.join(present)}"
             )
     if target.name is not None and len(names) > 1:
         raise UserError(
-            f"{target.name} can name one artifact, not {len(names)}: write {target.name}={target.run}/ARTIFACT"
+            f"{target.name} can name only one artifact, not {len(names)}: write {target.name}={target.run}/ARTIFACT"
         )
     return [(check_model_name(target.name or model_name(target.run, name)), present[name]) for name in names]
 
@@ -264,7 +264,7 @@ def recommended(store: Path, run: str) -> str:
     """
     present = [folder.name for folder in artifact_folders(store, run)]
     if (found := recommended_among(store, run, present)) is None:
-        raise UserError(f"{run} recommends no artifact: say which, as {run}/ARTIFACT; it has {', '.join(present)}")
+        raise UserError(f"{run} recommends no artifact: choose one, as {run}/ARTIFACT; it has {', '.join(present)}")
     return found
 
 
@@ -283,8 +283,8 @@ def _run_folder(store: Path, run: str) -> Path:
         return folder
     known = sorted(path.name for path in store.glob("*") if (path / layout.ARCHIVES).is_dir())
     raise UserError(
-        f"{store}: there is no run {run!r}{did_you_mean(run, known)}; it has {', '.join(known) or 'none yet'}; "
-        f"make one with `{command(f'optimize run MODEL --name {run}', store)}`"
+        f"{store}: there is no run {run!r}{did_you_mean(run, known)}, only {', '.join(known) or 'none yet'}; make "
+        f"one with `{command(f'optimize run MODEL --name {run}', store)}`"
     )
 
 
@@ -311,7 +311,7 @@ def _report(store: Path, run: str) -> _Report | None:
         return _Report(archives, str(report["recommended"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         path = layout.report_path(store, run)
-        raise UserError(f"{path} is not a report of this version; run the model again") from None
+        raise UserError(f"{path} was not written by this version; run the model again") from None
 
 
 def _has_cuda() -> bool:

@@ -92,7 +92,7 @@ class Registry(Generic[T]):
                 except Exception as error:
                     raise UserError(
                         f"the {self.kind} {point.name!r} of {point.dist.name if point.dist else 'a distribution'} "
-                        f"does not import: {type(error).__name__}: {error}"
+                        f"cannot be imported: {type(error).__name__}: {error}"
                     ) from error
             self._read = True
         return dict(sorted(self._entries.items()))
@@ -116,6 +116,6 @@ class Registry(Generic[T]):
         if name not in known:
             left_out = "".join(f"; {entry}.py needs {library}" for entry, library in self._left_out.items())
             raise UserError(
-                f"unknown {self.kind} {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}{left_out}"
+                f"unknown {self.kind} {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}{left_out}"
             )
         return known[name]

@@ -37,8 +37,8 @@ _CODE = (".py", ".pyc", ".so")
 _HANDLER_MODULES = ("__init__.py", "torchserve/__init__.py", "torchserve/metrics.py")
 
 _CONFIG_HEAD = """\
-# What TorchServe reads of serving.json, which the handler obeys. Times are in seconds where not said otherwise; a
-# lone request waits the whole of maxBatchDelay, in ms. A batch is two of the network's.
+# TorchServe reads these values, the handler reads serving.json. Times are in seconds, except maxBatchDelay (ms): a lone
+# request waits for all of it. A batch here holds two batches of the network.
 """
 
 # TorchServe gives a worker nothing until all its requests are answered. With two batches, the worker decodes one while
@@ -143,7 +143,7 @@ def _runtime(card: Card) -> dict[str, bytes]:
         if engine not in sources.values():
             place = f"serve/runtime/engines/{engine.name}"
             if place in sources:
-                raise UserError(f"{engine}: the runtime has an engine of its own in a file of that name; rename it")
+                raise UserError(f"{engine}: the project has an engine in a file of the same name; rename yours")
             sources[place] = engine
     return {name: source.read_bytes() for name, source in sources.items()}
 

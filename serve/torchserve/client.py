@@ -226,7 +226,7 @@ class Client:
                 f"no server answers on port {port}: start one with `{command('serve start RUN')}`"
             ) from None
         except httpx.HTTPError as error:
-            raise ServerError(f"{method} {path}: no answer ({type(error).__name__}: {error})") from None
+            raise ServerError(f"{method} {path}: no response ({type(error).__name__}: {error})") from None
         if answer.is_success:
             return answer
         raise ServerError(_message(answer), answer.status_code)
@@ -235,7 +235,9 @@ class Client:
         try:
             keys: dict[str, dict[str, str]] = json.loads((self._state / KEY_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            raise ServerError(f"{self._state / KEY_FILE}: the server's keys cannot be read; is it running?") from None
+            raise ServerError(
+                f"{self._state / KEY_FILE}: the keys of the server cannot be read; is it running?"
+            ) from None
         return keys
 
     def _key(self, kind: str) -> str:

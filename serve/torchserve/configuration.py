@@ -58,8 +58,8 @@ class Ports:
                     probe.bind((host if purpose == "inference" else HOST, port))
                 except OSError as error:
                     raise UserError(
-                        f"port {port} cannot be used for {purpose} ({error.strerror}): "
-                        f"stop what listens there or choose another with {option}"
+                        f"port {port} cannot be used for {purpose} ({error.strerror}): stop the program that "
+                        f"listens there, or choose another with {option}"
                     ) from None
 
 
@@ -78,7 +78,7 @@ def check_host(host: str, *, expose: bool) -> str:
     except ValueError:
         raise UserError(f"--host must be an IPv4 address, such as 127.0.0.1 or 0.0.0.0, got {host!r}") from None
     if not address.is_loopback and not expose:
-        raise UserError(f"--host {host} lets others than this machine in: say so with --expose")
+        raise UserError(f"--host {host} accepts connections from other machines: add --expose if you want that")
     return str(address)
 
 

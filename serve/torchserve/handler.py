@@ -172,7 +172,7 @@ class ImageClassifierHandler:
 
     def _opened(self) -> Service:
         if self._service is None:
-            raise RuntimeError("the handler was called before it was initialised")
+            raise RuntimeError("the handler was called before it was initialized")
         return self._service
 
     def _parse(self, parameters: dict[str, Any], context: Any, index: int) -> Request | Refusal | None:
@@ -183,7 +183,7 @@ class ImageClassifierHandler:
         if context.get_request_header(index, "describe") == "True":
             return None
         if context.get_request_header(index, "explain") == "True":
-            return Refusal(501, "explanations are not offered: ask /predictions")
+            return Refusal(501, "explanations are not supported: use /predictions")
         name = next((name for name in BODY_NAMES if name in parameters), "body")
         # TorchServe stores the content type of each part under the part's name.
         part = context.get_request_header(index, name)
@@ -308,7 +308,7 @@ def _report_failure(error: Exception) -> None:
 
 def _end_worker(error: Exception) -> NoReturn:
     """End this process at once, without destructors: with a lost device they may never return."""
-    _LOG.critical("%s; this worker ends, so that another one is started", error)
+    _LOG.critical("%s; this worker stops, and TorchServe starts another one", error)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

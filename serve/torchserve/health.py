@@ -122,6 +122,6 @@ def _lines(entry: ModelHealth, *, default: bool) -> list[str]:
     version = "" if entry.model.version == "1.0" else f", version {entry.model.version}"
     return [
         f"  {entry.model.name}: {entry.ready} of {entry.wanted} worker(s) ready{executed}{version}{ending}",
-        *([f"    not asked for a known answer: {entry.model.unchecked}"] if entry.model.unchecked else []),
+        *([f"    known answer not checked: {entry.model.unchecked}"] if entry.model.unchecked else []),
         *(f"    passed over {other['execution']}: {other['reason']}" for other in facts.get("passed_over", ())),
     ]

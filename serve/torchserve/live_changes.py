@@ -99,8 +99,9 @@ def add(
         for name in archives:
             if name in change.server.models:
                 raise UserError(
-                    f"a model is served as {name} already: replace it with "
-                    f"`{command(f'serve replace {name}', store)}`, or call this one otherwise, as in NAME=RUN/ARTIFACT"
+                    f"a model is already served as {name}: replace it with "
+                    f"`{command(f'serve replace {name}', store)}`, or give this one another name with "
+                    "NAME=RUN/ARTIFACT"
                 )
         added = _load(
             change,
@@ -170,7 +171,9 @@ def remove(store: Path, names: list[str]) -> RunningServer:
         gone = [change.server.model(name) for name in dict.fromkeys(names)]
         left = tuple(model for model in change.server.served if model not in gone)
         if not left:
-            raise UserError(f"no model would be left: stop the server instead, with `{command('serve stop', store)}`")
+            raise UserError(
+                f"this would remove the last model: stop the server instead, with `{command('serve stop', store)}`"
+            )
         for model in gone:
             default = change.server.default_model
             change.record(

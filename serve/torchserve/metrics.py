@@ -110,7 +110,7 @@ class Metrics:
             try:
                 self.tell()
             except Exception:  # noqa: BLE001 - the next ones may succeed
-                _LOG.exception("metrics were lost")
+                _LOG.exception("some metrics were lost")
 
     def _emit(self, batches: list[_Batch]) -> None:
         """Write the metrics of some batches. For each stage it is the mean."""

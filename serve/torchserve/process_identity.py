@@ -87,11 +87,11 @@ def life_of(identity: Identity, folder: Path) -> tuple[Life, str]:
     try:
         held = is_held(folder / ALIVE_FILE)
     except OSError as error:
-        return "unknown", f"its lock {folder / ALIVE_FILE} cannot be asked ({error.strerror})"
+        return "unknown", f"its lock {folder / ALIVE_FILE} cannot be checked ({error.strerror})"
     if held and identity.namespace != _namespace():
-        return "elsewhere", f"it is process {identity.pid} of another PID namespace (a container, or its host)"
+        return "elsewhere", f"it is process {identity.pid} in another PID namespace (a container, or its host)"
     if held:
-        return "elsewhere", f"process {identity.pid} cannot be looked into: it may be another user's"
+        return "elsewhere", f"process {identity.pid} cannot be inspected: it may belong to another user"
     if not same_boot and identity.host != platform.node():
         return "unknown", f"it was started on another machine, {identity.host}"
     return "gone", ""

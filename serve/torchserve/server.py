@@ -70,15 +70,15 @@ def running(store: Path, *, holding: bool = False) -> RunningServer | None:
             return None
         if (pid := nameless(folder, folder / _CONFIG_FILE)) is not None:
             raise UserError(
-                f"a server of this store is alive (process {pid or 'unknown'}), and {state_file(store)} does not "
-                f"tell of it: end that process first"
+                f"a server of this store is running (process {pid or 'unknown'}), but {state_file(store)} is "
+                "missing: end that process first"
             )
         return None
     life, why = life_of(state.identity, folder)
     if life == "unknown":
         raise UserError(
-            f"whether the server of this store is running cannot be told: {why}; nothing was changed. If it has "
-            f"ended, remove {state_file(store)}"
+            f"cannot tell whether the server of this store is running: {why}. Nothing was changed. If the server "
+            f"has ended, remove {state_file(store)}"
         )
     return None if life == "gone" else state
 
@@ -145,9 +145,9 @@ def start(
     for name, path in archives.items():
         if not path.is_file():
             packing = command(f"serve package {ServedModel.of(name, path).run}", store)
-            raise UserError(f"{path}: there is no such archive; make it with `{packing}`")
+            raise UserError(f"{path}: there is no such archive; build it with `{packing}`")
     if not archives:
-        raise UserError("there is nothing to serve")
+        raise UserError("there is no model to serve")
     with locked(store) as state:
         if (present := running(store, holding=True)) is not None:
             raise UserError(
@@ -317,7 +317,7 @@ def _hold(path: Path) -> int:
             return hold(path)
         except BlockingIOError:
             time.sleep(0.1)
-    raise UserError(f"a server of this store is alive: {path} is locked")
+    raise UserError(f"a server of this store is running: {path} is locked")
 
 
 def _stop(store: Path, state: RunningServer) -> None:
@@ -326,7 +326,7 @@ def _stop(store: Path, state: RunningServer) -> None:
     if process is None:
         life, why = life_of(state.identity, state_folder(store))
         if life != "gone":
-            raise UserError(f"the server of this store cannot be stopped from here: {why}; stop it there")
+            raise UserError(f"the server of this store cannot be stopped from here: {why}. Stop it there")
     else:
         # Listed first: when Java is gone, their parent is unknown.
         workers = process.children(recursive=True)

@@ -44,7 +44,8 @@ def stage(
         verified_copy(archive, policy, folder, foreign=foreign_parts).replace(staged)
     elif policy.keys:
         raise UserError(
-            "what must be signed is served as its archive says: pack it so with `python -m serve package … --sign KEY`"
+            "serving options cannot change a signed archive: pack it with these options, with `python -m serve "
+            "package … --sign KEY`"
         )
     else:
         pack(model.name, staged)

@@ -126,7 +126,7 @@ def wait_until_ready(
 
     while waiting:
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-            raise StartError(f"TorchServe ended while it started:\n{_tail(log.read(CONSOLE_LOG))}")
+            raise StartError(f"TorchServe stopped while it was starting:\n{_tail(log.read(CONSOLE_LOG))}")
         for model, error in _failed_models(log, {model: awaited.version for model, awaited in waiting.items()}).items():
             drop(model, error)
         for model, awaited in list(waiting.items()):
@@ -170,9 +170,9 @@ def _fault_of_answer(client: Client, model: str, awaited: Awaited, image: bytes)
             answer = client.predict(model, known.image, k=len(known.logits), version=awaited.version)
             known.seen_in({entry["index"]: entry["probability"] for entry in answer})
     except ServerError as error:
-        return StartError(f"{model} has loaded but does not answer: {error}")
+        return StartError(f"{model} is loaded but does not answer: {error}")
     except CardError as error:
-        return StartError(f"{model} has loaded, but {error}")
+        return StartError(f"{model} is loaded, but {error}")
     return None
 
 
@@ -184,15 +184,15 @@ def _failed_models(log: Log, models: Mapping[str, str]) -> dict[str, StartError]
         if models.get(refused["model"]) == refused["version"]:
             following = text[refused.start() :].splitlines()[:3]
             lines = "\n".join(f"    {line}" for line in following)
-            found[refused["model"]] = StartError(f"TorchServe refuses the archive of {refused['model']}", lines)
+            found[refused["model"]] = StartError(f"TorchServe refused the archive of {refused['model']}", lines)
     stopped = {match["model"] for match in _STOPPED.finditer(text) if models.get(match["model"]) == match["version"]}
     if stopped - found.keys():
         time.sleep(1.0)  # another thread reads the worker's last lines
     for model in sorted(stopped - found.keys()):
-        lines = worker_lines(log, model, models[model]) or "    (nothing: it was killed, or ran out of memory)"
+        lines = worker_lines(log, model, models[model]) or "    (no output: it was killed, or ran out of memory)"
         causes = _CAUSE.findall(worker_lines(log, model, models[model], count=200))
         cause = f" ({causes[-1]})" if causes else ""
-        found[model] = StartError(f"the worker of {model} died while it loaded{cause}", lines)
+        found[model] = StartError(f"the worker of {model} died while it was loading{cause}", lines)
     return found
 
 

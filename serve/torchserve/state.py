@@ -124,7 +124,7 @@ class RunningServer:
         for model in self.served:
             if model.name == name:
                 return model
-        raise UserError(f"no model {name!r} is served; there are {', '.join(self.models)}")
+        raise UserError(f"no model {name!r} is served; the models are {', '.join(self.models)}")
 
     def client(self, store: Path, timeout_s: float = 60.0) -> Client:
         """Return a client of this server."""
@@ -199,7 +199,7 @@ def locked(store: Path, on_wait: Callable[[], None] | None = None) -> Iterator[P
     try:
         if not _try_lock(handle):
             if on_wait is None:
-                raise UserError("another start, change or stop of this store's server is under way")
+                raise UserError("another command is starting, changing or stopping the server of this store")
             on_wait()
             while not _try_lock(handle):
                 time.sleep(0.1)  # a blocking flock could not be ended by Ctrl-C

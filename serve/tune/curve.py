@@ -24,7 +24,7 @@ def plot(found: Found, curves: Mapping[str, Sequence[Point]], goal: Goal, path: 
         [point.p99 for point in others],
         s=12,
         color="#d0d5db",
-        label="all that was tried",
+        label="all trials",
     )
     for name, points in curves.items():
         drawn = [point for point in points if point.p99 > 0]
@@ -38,8 +38,8 @@ def plot(found: Found, curves: Mapping[str, Sequence[Point]], goal: Goal, path: 
         )
     axes.axhline(goal.p99_ms, linestyle="--", linewidth=1, color="#c2703d", label=f"p99 of {goal.p99_ms:g} ms")
     axes.set_yscale("log")
-    axes.set_xlabel("arrivals a second (Poisson, open loop)")
-    axes.set_ylabel("p99, ms from when a request was due")
+    axes.set_xlabel("requests per second (Poisson, open loop)")
+    axes.set_ylabel("p99 in ms, from the time when a request was due")
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -203,7 +203,7 @@ class Search:
             if not trial.fits(self._goal):
                 trial.outcome = f"needs {first.memory_bytes / 1e6:.0f} MB"
             elif first.bad or not first.throughput:
-                trial.outcome = f"{first.bad} requests went wrong"
+                trial.outcome = f"{first.bad} requests failed"
             elif latency:
                 self._measure_latency(trial, effort, None if first.rate is None else first)
             else:
@@ -228,7 +228,7 @@ class Search:
         """Find the highest rate that holds. Stop once the best trial so far cannot be beaten."""
         to_beat = self._held(self._best)
         if saturated.throughput * _NOISE <= to_beat:
-            trial.outcome = f"cannot win: {saturated.throughput:.0f}/s at saturation"
+            trial.outcome = f"cannot be the best: {saturated.throughput:.0f}/s at saturation"
             return
         rate = to_beat * STEP if to_beat else saturated.throughput * 0.6
         ceiling = saturated.throughput * _NOISE
@@ -285,7 +285,7 @@ class Search:
             effort *= 2
             racing.sort(key=self._latest)
             for trial in racing[len(racing) // 2 :]:
-                trial.outcome += "; others are quicker"
+                trial.outcome += "; others are faster"
             racing = racing[: len(racing) // 2]
             for trial in racing if len(racing) > 1 else ():
                 self._measure_latency(trial, effort)
@@ -301,11 +301,11 @@ class Search:
         if not any(trial.fits(goal) for trial in self._trials):
             least = min(max(point.memory_bytes for point in trial.points) for trial in self._trials if trial.points)
             return (
-                f"no way to serve fits into {(goal.memory_bytes or 0) / 1e6:.0f} MB: the least took {least / 1e6:.0f}"
+                f"no setting fits into {(goal.memory_bytes or 0) / 1e6:.0f} MB: the smallest needed {least / 1e6:.0f}"
             )
         p99s = [point.p99 for trial in self._trials for point in trial.points if point.rate is not None]
         best = min((value for value in p99s if not math.isnan(value)), default=math.nan)
-        return f"no way to serve holds a p99 of {goal.p99_ms:g} ms: the best that was measured is {best:.1f} ms"
+        return f"no setting reaches a p99 of {goal.p99_ms:g} ms: the best is {best:.1f} ms"
 
 
 def confirmed(found: Found, goal: Goal, measure: Measure, say: Callable[[str], None] = lambda line: None) -> Found:
@@ -317,10 +317,10 @@ def confirmed(found: Found, goal: Goal, measure: Measure, say: Callable[[str], N
     point = best.best(goal)
     if best is usual or usual.best(goal) is None or point is None:
         return found
-    say("asking the best and the present way in turns …")
+    say("comparing the best and the present settings in turns …")
     turns: list[Turn] = []
     while len(turns) < _TURNS and sum(not turn.won for turn in turns) <= _TURNS - _WINS_NEEDED:
         turns.append(Turn(measure(best.way, point.rate, 1.0), measure(usual.way, point.rate, 1.0)))
     won = sum(turn.won for turn in turns)
-    best.outcome += f"; asked in turns with the present way, better in {won} of {len(turns)}"
+    best.outcome += f"; compared in turns with the present settings, better in {won} of {len(turns)}"
     return replace(found, chosen=best if won >= _WINS_NEEDED else usual, turns=tuple(turns))

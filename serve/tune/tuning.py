@@ -185,9 +185,9 @@ def tune(
     }
     journal = Journal(artifact / JOURNAL_FILE, subject)
     if end_left(artifact / SERVER_FILE):
-        say("the server of the tuning that was killed was still there, and is ended")
+        say("stopped the server of an earlier tuning that was killed")
     if journal.resumed:
-        say(f"going on: {journal.resumed} measurements were made before")
+        say(f"resuming: {journal.resumed} measurements are already done")
     if tried is None:
         tried = stages(settings.server, usual)
     with _prepared(artifact, usual, pictures, settings, goal) as servers:

@@ -63,7 +63,7 @@ class Stuck:
 class Full(Stuck):
     """A service that takes nothing more."""
 
-    full = "256 requests wait already: try again later"
+    full = "256 requests are already waiting: try again later"
 
 
 def stuck_model(service: Any) -> Served:

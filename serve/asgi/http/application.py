@@ -83,7 +83,7 @@ class Application:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request (ASGI specification, version 3)."""
         if scope["type"] != "http":
-            raise ValueError(f"only HTTP is served, not {scope['type']}")
+            raise ValueError(f"this server accepts only HTTP, not {scope['type']}")
         call = Call(scope, receive, models=self.models, limits=self.limits, held=self.held, inline=self.inline)
         observation = call.observation
         self.in_flight += 1
@@ -114,7 +114,7 @@ class Application:
         """Why a load balancer should send no requests here, without a model's name. None: it should."""
         if self.draining:
             return "the server is ending"
-        return None if self.models.ready else "not every model is loaded and answers as it should"
+        return None if self.models.ready else "not every model is loaded and ready"
 
     def observe(self, observation: Observation, arrived: float) -> None:
         """Inform the observers of a finished request that arrived at ``arrived``, in seconds of `time.monotonic`.
@@ -161,7 +161,7 @@ class Application:
         except ClientGoneError:
             raise
         except asyncio.CancelledError:  # the HTTP server cancels when the time to drain is over
-            return self.failed(try_again("the server is ending: try again later", "ending"), call.observation)
+            return self.failed(try_again("the server is shutting down: try again later", "ending"), call.observation)
         except Exception as error:  # noqa: BLE001 - a fault in one request must not end the connection
             return self.failed(error, call.observation)
 
@@ -169,10 +169,10 @@ class Application:
 def fault(error: Exception, request_id: str) -> RefusedError:
     """Log an internal fault and return the refusal for it. The client sees nothing of the fault's text."""
     if isinstance(error, MemoryError):
-        _LOG.error("request %s: too little memory: %s", request_id, one_line(error))
+        _LOG.error("request %s: not enough memory: %s", request_id, one_line(error))
         return no_memory()
     _LOG.error("request %s failed", request_id, exc_info=error)
-    return RefusedError(500, f"the server failed; its log has the reason under {request_id}", "fault")
+    return RefusedError(500, f"the server failed; see the reason in its log under {request_id}", "fault")
 
 
 def server_timing(observation: Observation, seconds: float) -> bytes:

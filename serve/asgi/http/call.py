@@ -77,7 +77,7 @@ class Held:
         """
         self.bytes += size
         if self.bytes > self.limit:
-            raise try_again("the server holds as many bodies as it may: try again later", "memory")
+            raise try_again("the server has reached its limit of memory for request bodies: try again later", "memory")
 
 
 class Call:
@@ -170,7 +170,9 @@ class Call:
         if self._served is not None and (full := self._served.service.full) is not None:
             raise queue_full(self._served.name, full)
         if self.headers.get("content-encoding", "identity").lower() != "identity":
-            raise RefusedError(415, "compressed bodies are not taken: send the image as it is", "content-encoding")
+            raise RefusedError(
+                415, "compressed bodies are not accepted: send the image without Content-Encoding", "content-encoding"
+            )
         length = self.headers.get("content-length", "")
         if length.isdecimal() and len(length) < 20 and int(length) > self._limits.body_bytes:
             raise self._too_large()

@@ -161,5 +161,10 @@ def raise_file_limit(limits: Limits, ports: int) -> Limits:
     if soft >= needed:
         return limits
     most = max(1, (soft - _OTHER_FILES) // ports)
-    _LOG.warning("%d connections are taken, not %d: this process may open %d files", most, limits.connections, soft)
+    _LOG.warning(
+        "the limit is %d connections instead of %d, because this process may open only %d files",
+        most,
+        limits.connections,
+        soft,
+    )
     return replace(limits, connections=most)

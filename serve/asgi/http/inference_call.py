@@ -114,8 +114,8 @@ class InferenceCall:
 
     def _late(self) -> RefusedError:
         if self._clients_deadline:
-            message = "the deadline that came with the request is over: nothing more is computed"
+            message = "the request's deadline has passed: the server stopped computing"
             return RefusedError(504, message, "deadline")
         seconds = self._served.serving.response_timeout_s
-        message = f"{self._served.name} did not answer within {seconds} s: nothing more is computed"
+        message = f"{self._served.name} did not answer within {seconds} s: the server stopped computing"
         return RefusedError(504, message, "timeout")

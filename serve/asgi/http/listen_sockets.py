@@ -58,8 +58,8 @@ class Listening:
         _ = self.tls  # reports unusable files at once
         if self.path is None and not self.expose and not _is_loopback(self.host):
             raise UserError(
-                f"--host {self.host} lets others than this machine in: add --expose if that is meant, or listen on "
-                "127.0.0.1 or a --socket"
+                f"--host {self.host} accepts connections from other machines: add --expose if you want that, or "
+                "listen on 127.0.0.1 or a --socket"
             )
 
     @functools.cached_property
@@ -110,12 +110,12 @@ class Listening:
         """Return notes on who can reach the server. There are none for a unix socket with tokens."""
         lines = []
         if self.path is None and self.expose:
-            lines.append(f"exposed: whoever reaches {self.host}:{self.port} over the network can ask")
+            lines.append(f"exposed: everyone who can reach {self.host}:{self.port} over the network can send requests")
             if self.certificate is None:
-                lines.append("exposed: without TLS, images, answers and tokens pass in the clear")
+                lines.append("exposed without TLS: images, answers and tokens are sent unencrypted")
         if not tokens:
             who = "this user" if self.path is not None else "every user of this machine"
-            lines.append(f"no token: {'whoever reaches it' if self.expose else who} is answered")
+            lines.append(f"no token: the server answers {'everyone who can reach it' if self.expose else who}")
         return lines
 
     def __getstate__(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Listening:
         except OSError as error:
             raise UserError(f"--host {self.host}: {error.strerror}") from None
         except UnicodeError:  # a label is empty or longer than 63 characters
-            raise UserError(f"--host {self.host}: it is no name of a host") from None
+            raise UserError(f"--host {self.host}: is not a valid host name") from None
         try:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if beside:
@@ -141,8 +141,8 @@ class Listening:
         except OSError as error:
             opened.close()
             raise UserError(
-                f"{self.host}:{port} cannot be used ({error.strerror}): stop what listens there or choose another "
-                "--port"
+                f"{self.host}:{port} cannot be used ({error.strerror}): stop the program that listens there, or "
+                "choose another --port"
             ) from None
         return opened
 
@@ -155,7 +155,7 @@ class Listening:
             opened.listen(_WAITING)
         except OSError as error:
             opened.close()
-            raise UserError(f"--socket {path}: cannot be made ({error.strerror or error})") from None
+            raise UserError(f"--socket {path}: cannot be created ({error.strerror or error})") from None
         except UserError:
             opened.close()
             raise
@@ -209,7 +209,7 @@ def _remove_dead_socket(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise UserError(f"--socket {path}: is a file that is no socket; choose another path")
+        raise UserError(f"--socket {path}: is a file, not a socket; choose another path")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))

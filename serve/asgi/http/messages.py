@@ -89,7 +89,7 @@ def slow_body(seconds: float) -> RefusedError:
 
 def no_memory() -> RefusedError:
     """Return the refusal of a request for which this process has too little memory."""
-    return try_again("the server has too little memory for the request now: try again later", "memory")
+    return try_again("the server does not have enough memory for the request now: try again later", "memory")
 
 
 def bad_request(error: RequestError) -> RefusedError:

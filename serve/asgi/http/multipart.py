@@ -35,7 +35,7 @@ def parts_of(body: bytes, content_type: str) -> Sequence[Part]:
     _, options = parse_options_header(content_type)
     boundary = options.get(b"boundary", b"")
     if not 1 <= len(boundary) <= 200:
-        raise RequestError("the multipart form's content type has no boundary")
+        raise RequestError("the content type of the multipart form has no boundary")
     collected = _PartCollector()
     try:
         parser = MultipartParser(boundary, collected.callbacks())  # type: ignore[arg-type]

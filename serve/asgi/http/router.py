@@ -70,7 +70,7 @@ class Router:
                 node = node.literal.setdefault(segment, _Node())
         for method in methods.split():
             if method in node.routes:
-                raise ValueError(f"{method} {path} is answered already")
+                raise ValueError(f"{method} {path} has a handler already")
             node.routes[method] = Route(path, handler, public)
 
     def find(self, method: str, raw_path: str) -> tuple[Route, dict[str, str]]:
@@ -95,17 +95,17 @@ class Router:
         if methods and method == "OPTIONS":
             raise RefusedError(
                 405,
-                "this server answers no browser that shows another site's page (CORS): let a proxy in front of it add "
-                "the headers, or ask from your own back end",
+                "this server does not answer browsers on pages of other sites (CORS): add the headers in a proxy "
+                "in front of it, or send requests from your own back end",
                 "method",
                 (("allow", ", ".join(sorted(methods))),),
             )
         if methods:
             allowed = ", ".join(sorted(methods))
             raise RefusedError(
-                405, f"{method[:20]} is not answered here: use {allowed}", "method", (("allow", allowed),)
+                405, f"{method[:20]} is not allowed here: use {allowed}", "method", (("allow", allowed),)
             )
-        raise RefusedError(404, "there is nothing at this path: ask /predictions/NAME", "path")
+        raise RefusedError(404, "there is nothing at this path: use /predictions/NAME", "path")
 
 
 def _matches(node: _Node, segments: list[str], index: int) -> Iterator[tuple[_Node, dict[str, str]]]:

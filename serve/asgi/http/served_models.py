@@ -127,7 +127,9 @@ class Models:
             known = self.names
             hint = did_you_mean(name[:100], known)
             raise RefusedError(
-                404, f"there is no model {name[:100]!r}{hint}; served are {', '.join(known) or 'none'}", "unknown-model"
+                404,
+                f"there is no model {name[:100]!r}{hint}; the models are {', '.join(known) or 'none'}",
+                "unknown-model",
             )
         if version is None:
             return _next_by_weight([*versions.values()])

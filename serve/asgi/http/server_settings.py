@@ -47,7 +47,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.grpc_port is not None and self.listening.path is not None:
-            raise UserError("--grpc-port needs an address to listen on, and --socket has none: use --host and --port")
+            raise UserError("--grpc-port needs an address, but --socket has none: use --host and --port")
         if self.grpc_port is not None and not 0 <= self.grpc_port <= 65535:
             raise UserError(f"--grpc-port must be between 0 and 65535, got {self.grpc_port}")
         if self.grpc_port and self.grpc_port == self.listening.port:

@@ -58,7 +58,7 @@ class Tls:
         before = self._contents()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         options = f"--tls-certificate {self._certificate}" + (f" and --tls-key {self._key}" if self._key else "")
-        right = "they must be a certificate chain and its private key, in PEM and without a pass phrase"
+        right = "give a certificate chain and its private key, in PEM and without a pass phrase"
         try:
             context.load_cert_chain(self._certificate, self._key, password="")
             if self._authorities is not None:

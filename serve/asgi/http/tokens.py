@@ -74,9 +74,9 @@ class Tokens:
             if _state(status) == self._state:
                 return
             self._digests, self._state = _read(self.path)
-            _LOG.info("%s: read anew, %d token(s) are valid", self.path, len(self._digests))
+            _LOG.info("%s: read again, %d token(s) are valid", self.path, len(self._digests))
         except (OSError, UserError) as error:
-            _LOG.error("the tokens from before stay valid, because the file cannot be used now: %s", error)
+            _LOG.error("the previous tokens stay valid, because the file cannot be used now: %s", error)
 
 
 def make_token_file(path: Path) -> bool:
@@ -96,7 +96,8 @@ def make_token_file(path: Path) -> bool:
     try:
         with os.fdopen(handle, "w", encoding="ascii") as stream:
             stream.write(
-                f"# A token on each line; all are valid. It is read anew when it changes.\n{secrets.token_hex(24)}\n"
+                "# One token on each line; all are valid. The server reads this file again when it "
+                f"changes.\n{secrets.token_hex(24)}\n"
             )
     except OSError as error:
         path.unlink(missing_ok=True)  # else the next start would find a file without a token
@@ -128,12 +129,12 @@ def _read(path: Path) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
 def _check_private(path: Path, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{path}: is no regular file")
+        raise UserError(f"{path}: is not a regular file")
     if status.st_uid not in (0, os.geteuid()):
-        raise UserError(f"{path}: belongs to the user {status.st_uid}; it must be this user's or root's")
+        raise UserError(f"{path}: belongs to user {status.st_uid}; it must belong to you or to root")
     allowed = 0o640 if status.st_uid == 0 and os.geteuid() != 0 else 0o600
     if mode & 0o077 & ~allowed:
-        raise UserError(f"{path}: others may read or write it (mode {mode:04o}); set it with `chmod 600 {path}`")
+        raise UserError(f"{path}: other users may read or write it (mode {mode:04o}); set it with `chmod 600 {path}`")
 
 
 def _state(status: os.stat_result) -> tuple[int, ...]:

@@ -60,17 +60,21 @@ class Metrics:
         GCCollector(registry=self.registry)
         self.registry.register(_CurrentState(application))
         self._children: dict[tuple[object, ...], Any] = {}
-        self._requests = self._counter("serve_requests", "Requests that are over", "route", *_MODEL, "status")
-        self._images = self._counter("serve_images", "Images of requests that are over", *_MODEL)
-        self._refusals = self._counter("serve_refusals", "Refusals, of requests and of images", *_MODEL, "kind")
+        self._requests = self._counter("serve_requests", "Finished requests", "route", *_MODEL, "status")
+        self._images = self._counter("serve_images", "Images of finished requests", *_MODEL)
+        self._refusals = self._counter("serve_refusals", "Refused requests and images", *_MODEL, "kind")
         self._seconds = self._histogram(
-            "serve_request_seconds", "From a request's headers to its answer", REQUEST_BUCKETS, "route", *_MODEL
+            "serve_request_seconds",
+            "Time from the headers of a request to its answer",
+            REQUEST_BUCKETS,
+            "route",
+            *_MODEL,
         )
         self._stages = self._histogram(
-            "serve_stage_seconds", "Where an answered request's time went", STAGE_BUCKETS, *_MODEL, "stage"
+            "serve_stage_seconds", "Time that an answered request spent in each stage", STAGE_BUCKETS, *_MODEL, "stage"
         )
         self._batches = self._histogram(
-            "serve_batch_images", "Images that went through the network with a request's", BATCH_BUCKETS, *_MODEL
+            "serve_batch_images", "Images in the batch that a request was part of", BATCH_BUCKETS, *_MODEL
         )
         application.observers.append(self.observe)
         application.router.add("GET", "/metrics", self.answer)
@@ -138,21 +142,29 @@ class _CurrentState(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric, with a value for each version of each model."""
-        ready = GaugeMetricFamily("serve_ready", "1: requests should be sent here")
+        ready = GaugeMetricFamily("serve_ready", "1 if the server is ready for requests")
         ready.add_metric((), float(self._application.unready is None))
         yield ready
         for name, description, amount in (
             ("serve_requests_in_flight", "Requests that are being received or answered", self._application.in_flight),
             ("serve_held_bytes", "Bytes of the bodies of requests in flight", self._application.held.bytes),
-            ("serve_held_limit_bytes", "Most of them; beyond it requests are refused", self._application.held.limit),
+            (
+                "serve_held_limit_bytes",
+                "Limit of these bytes; the server refuses requests beyond it",
+                self._application.held.limit,
+            ),
         ):
             yield GaugeMetricFamily(name, description, value=amount)
         served = list(self._application.models)
         for name, description, value in (
-            ("serve_queue_requests", "Requests that a service has accepted and not answered", _waiting),
-            ("serve_queue_limit", "Requests that a service may hold; more are refused", _limit),
-            ("serve_model_ready", "1: it answers as it should", lambda entry: float(entry.ready)),
-            ("serve_model_weight", "Share of requests that name no version", lambda entry: float(entry.weight)),
+            ("serve_queue_requests", "Requests that a model has accepted and not yet answered", _waiting),
+            ("serve_queue_limit", "Limit of these requests; the server refuses more", _limit),
+            ("serve_model_ready", "1 if the model is ready", lambda entry: float(entry.ready)),
+            (
+                "serve_model_weight",
+                "Share of the requests that do not name a version",
+                lambda entry: float(entry.weight),
+            ),
         ):
             family = GaugeMetricFamily(name, description, labels=_MODEL)
             for entry in served:
@@ -164,7 +176,9 @@ class _CurrentState(Collector):
 
 def _info_metric(served: list[Served]) -> Metric:
     labels = ("artifact", "format", "precision", "execution", "provider", "device", "threads", "max_batch", "content")
-    family = GaugeMetricFamily("serve_model_info", "What is served, and what really runs it", labels=(*_MODEL, *labels))
+    family = GaugeMetricFamily(
+        "serve_model_info", "The served artifact and the engine that runs it", labels=(*_MODEL, *labels)
+    )
     for entry in served:
         description = entry.predictor.describe()
         family.add_metric((entry.name, entry.version, *(str(description[label]) for label in labels)), 1.0)
@@ -174,7 +188,7 @@ def _info_metric(served: list[Served]) -> Metric:
 def _passed_over_metric(served: list[Served]) -> Metric:
     family = GaugeMetricFamily(
         "serve_passed_over",
-        "An execution that would be preferred and does not work here",
+        "A preferred execution that does not work here",
         labels=(*_MODEL, "execution", "reason"),
     )
     for entry in served:

@@ -68,7 +68,7 @@ class MetricsExchange:
         numbers = [number for number in range(self._count) if number != self._number]
         answers = await asyncio.gather(*map(self._ask, numbers))
         by_process = {self._number: list(own)} | dict(zip(numbers, answers, strict=True))
-        up = GaugeMetricFamily("serve_process_up", "1: the process answered for itself", labels=(PROCESS,))
+        up = GaugeMetricFamily("serve_process_up", "1 if the process reported its own metrics", labels=(PROCESS,))
         families: dict[str, Metric] = {up.name: up}
         for number in sorted(by_process):
             found = by_process[number]

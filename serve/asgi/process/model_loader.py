@@ -45,9 +45,9 @@ def load(wanted: Wanted, *, gpu: int | None, queue: int | None, policy: Policy) 
         try:
             card = service.predictor.card
             checked = [
-                f"{len(card.files) + len(card.packed)} files have the SHA-256 that their card says",
-                f"warm at {service.predictor.max_batch} images",
-                f"not asked for a known answer: {NOTHING_KNOWN}"
+                f"{len(card.files) + len(card.packed)} files match the SHA-256 in their card",
+                f"warmed up with {service.predictor.max_batch} images",
+                f"known answer not checked: {NOTHING_KNOWN}"
                 if known is None
                 else check_known(service, known, wanted.archive),
             ]
@@ -81,7 +81,7 @@ def _unpacked(archive: Path, policy: Policy) -> Iterator[tuple[Path, str]]:
             private = stack.enter_context(scratch("serve-"))
         except OSError as error:
             why = error.strerror or error
-            raise UserError(f"{archive}: no folder can be made for a private copy ({why})") from None
+            raise UserError(f"{archive}: cannot create a folder for a private copy ({why})") from None
         # The Python code in the archive is not run: this process uses its own runtime.
         copy = verified_copy(archive, policy, private, foreign=None)
         digest = sha256_file(copy)

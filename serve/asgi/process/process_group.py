@@ -76,7 +76,7 @@ def run_group(
     if count > cores():
         raise UserError(f"--processes must be at most the number of cores, {cores()}{_quota_remark()}, got {count}")
     if settings.listening.path is not None:
-        raise UserError("--processes needs a port: who connects to a --socket cannot be dealt out evenly")
+        raise UserError("--processes needs a port: connections to a --socket cannot be shared out evenly")
     wanted()  # reports a mistake once
     settings = replace(settings, limits=_share(settings.limits, count))
     with scratch("serve-group-") as folder, settings.listening.open() as opened, asyncio.Runner() as runner:
@@ -102,13 +102,13 @@ def process_count(
         CardError: an archive is damaged.
     """
     workers, name = max((serving_in(entry.archive).workers, entry.name) for entry in wanted)
-    room = {f"there are {cores()} cores{_quota_remark()}": cores(), **limits}
+    room = {f"this machine has {cores()} cores{_quota_remark()}": cores(), **limits}
     if listening.path is not None:
-        room["a --socket has one process"] = 1
+        room["a --socket allows one process"] = 1
     why = min(room, key=lambda reason: room[reason])
     count = max(1, min(workers, room[why]))
     if count < workers:
-        say(f"{name}: its serving.json asks for {workers} workers, {why}: served by {count}")
+        say(f"{name}: its serving.json asks for {workers} workers, but {why}: starting {count}")
     return count
 
 
@@ -283,7 +283,7 @@ class _Group:
                         self._kill(number, started)
 
     def _kill(self, number: int, started: _Started) -> None:
-        started.killed = f"did not answer for {_MOST_UNANSWERED * _ASK_AGAIN_S:g} s and was killed"
+        started.killed = f"did not answer for {_MOST_UNANSWERED * _ASK_AGAIN_S:g} s; it was killed"
         if self._ending:  # otherwise the restart is logged
             _LOG.error("process %d: %s", number, started.killed)
         started.process.kill()
@@ -322,7 +322,7 @@ class _Group:
         if self._was_ready and any(other.ready for other in self._members.values()):
             pause = self._pauses[number]
             self._pauses[number] = min(2 * pause, _LONGEST_PAUSE_S)
-            _LOG.error("process %d: %s; another is started in %g s", number, failed.message if failed else why, pause)
+            _LOG.error("process %d: %s; starting another in %g s", number, failed.message if failed else why, pause)
             asyncio.get_running_loop().call_later(pause, self._start, number)
         elif failed is None:
             self._stop(EngineError(f"a process {why}"))
@@ -356,7 +356,7 @@ class _Group:
             self._status = 128 + number
             self._signal(signal.SIGKILL)
         else:
-            self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
+            self._say(f"{signal.Signals(number).name}: finishing accepted requests; send it again to stop at once")
             self._stop()
 
     def _stop(self, failure: PipelineError | None = None) -> None:

@@ -159,10 +159,10 @@ class _Process:
         for stop in reversed(self._application.on_stop):
             await stop()
         if not loading.done() or self._tasks:
-            _LOG.warning("ended while a model was being opened")
+            _LOG.warning("stopped while a model was loading")
             self._exit(0 if self._failure is None else 1)
         if not await self._updates.end(self._application.ends_in):
-            _LOG.error("not all that was accepted was answered in time")
+            _LOG.error("not all accepted requests were answered in time")
             self._exit(1)
         if self._updates.left_open:
             self._exit(0 if self._failure is None else 1)
@@ -260,12 +260,12 @@ class _Process:
     def _loaded(self, served: Served, seconds: float) -> None:
         info = served.predictor.describe()
         self._say(
-            f"loaded {served.name} {served.version}: {info['precision']} by {info['execution']} ({info['provider']}) "
-            f"in {seconds:.1f} s; {served.checked[-1]}"
+            f"loaded {served.name} {served.version}: {info['precision']} with {info['execution']} "
+            f"({info['provider']}) in {seconds:.1f} s; {served.checked[-1]}"
         )
         if served.unchecked:
             fields = {"model": served.name, "version": served.version, "why": served.unchecked}
-            _LOG.warning("ready without having been asked for a known answer", extra={"fields": fields})
+            _LOG.warning("ready, but the known answer was not checked", extra={"fields": fields})
         for entry in served.predictor.passed_over:
             self._say(f"  passed over {entry.execution}: {entry.reason}")
 
@@ -332,7 +332,7 @@ class _Process:
             os._exit(128 + number)
         else:
             self._ending.set()
-            self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
+            self._say(f"{signal.Signals(number).name}: finishing accepted requests; send it again to stop at once")
 
     def _handle_parent(self, member: Member) -> None:
         """Handle a message of the parent process. End if the parent has ended."""
@@ -344,7 +344,7 @@ class _Process:
                 member.tell(Alive())
             return
         asyncio.get_running_loop().remove_reader(member.parent.fileno())
-        _LOG.error("the server's first process has gone: this one ends")
+        _LOG.error("the main process of the server is gone: stopping this one")
         self._ending.set()
 
 

@@ -34,17 +34,24 @@ class Version(Config):
 
     model_config = ConfigDict(frozen=True, extra="forbid", title="")
 
-    archive: str = Field(description="RUN or RUN/ARTIFACT of the store, or the path of a .mar, from the file's folder.")
-    version: str = Field(default=MODEL_VERSION, description="What the version is called: a word or number in quotes.")
+    archive: str = Field(
+        description="RUN or RUN/ARTIFACT in the store, or the path of a .mar file, relative to this file's folder."
+    )
+    version: str = Field(default=MODEL_VERSION, description="Name of the version: a word or number in quotes.")
     weight: int = Field(
-        default=1, ge=0, le=1000, description="Its share of the requests that name no version, against the others'."
+        default=1,
+        ge=0,
+        le=1000,
+        description="Weight of this version for requests that do not name one, relative to the other versions.",
     )
 
     @field_validator("version")
     @classmethod
     def _is_a_word(cls, value: str) -> str:
         if not _VERSION.fullmatch(value):
-            raise ValueError("a version is up to 40 letters, digits, '.', '_' and '-', the first a letter or digit")
+            raise ValueError(
+                "a version has up to 40 letters, digits, '.', '_' or '-', and starts with a letter or digit"
+            )
         return value
 
 
@@ -54,7 +61,7 @@ class _UniqueKeys(Loader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} comes twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is given twice", node.start_mark)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -64,14 +71,14 @@ def versions_of(body: object) -> dict[str, tuple[Version, ...]]:
     Raises:
         UserError: the document has another form.
     """
-    shape = "it must be `models: {NAME: [{archive: …, version: …, weight: …}, …]}`"
+    shape = "write it as `models: {NAME: [{archive: …, version: …, weight: …}, …]}`"
     models = body.get("models") if isinstance(body, dict) and set(body) == {"models"} else None
     if not isinstance(models, dict) or not models:
         raise UserError(shape)
     found = {}
     for name, entries in models.items():
         if not isinstance(name, str):  # YAML reads 7, 0x7 and 7.0 as one key, also `on` and `yes`
-            raise UserError(f"a model's name must be text, and YAML reads one as {name!r}: put it in quotes")
+            raise UserError(f"the name of a model must be text, but YAML reads one as {name!r}: put it in quotes")
         check_model_name(name)
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise UserError(f"{name} must be a list of versions: {shape}")
@@ -81,7 +88,7 @@ def versions_of(body: object) -> dict[str, tuple[Version, ...]]:
             raise UserError(f"{name}: {error}") from None
         names = [entry.version for entry in versions]
         if len(set(names)) != len(names):
-            raise UserError(f"{name} has a version twice: {', '.join(names)}")
+            raise UserError(f"{name} lists a version twice: {', '.join(names)}")
         if not any(entry.weight for entry in versions):
             raise UserError(f"{name} needs a version with a weight above 0")
         found[name] = versions
@@ -117,7 +124,9 @@ class Plan:
         wanted = [self._of_word(word) for word in self.words]
         names = [entry.name for entry in wanted]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise UserError(f"{twice} is to be served twice: versions of one model are told in a file, see --models")
+            raise UserError(
+                f"{twice} is given twice: to serve several versions of one model, list them in a file (--models)"
+            )
         return tuple(wanted)
 
     def _of_word(self, word: str) -> Wanted:
@@ -136,7 +145,7 @@ class Plan:
 
     def _of_entry(self, word: str, folder: Path) -> Path:
         """Return the archive for a word in a file of models in this folder."""
-        named = "a file of models names them by its keys, and not by NAME="
+        named = "in a file of models the keys are the names: leave out NAME="
         if word.endswith(".mar"):
             return _existing_archive(folder / word, f"; {named}" if "=" in word else "")
         target = stored_runs.find_target(word)
@@ -155,7 +164,7 @@ class Plan:
             AttributeError,
             RecursionError,
         ) as error:  # PyYAML raises them for dates, numbers and depth
-            raise UserError(f"{file}: is no YAML ({' '.join(str(error).split())[:200]})") from None
+            raise UserError(f"{file}: is not valid YAML ({' '.join(str(error).split())[:200]})") from None
         try:
             models = versions_of(body)
         except UserError as error:

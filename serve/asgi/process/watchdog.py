@@ -39,5 +39,5 @@ class Watchdog:
             seconds = seconds + LOOK_S if known == job else 0.0
             self._seen[id(served)] = job, seconds
             if seconds > min(served.serving.response_timeout_s, self._most_s) + _GRACE_S:
-                return served, f"it is at the same images for {seconds:.0f} s, and others wait"
+                return served, f"it has worked on the same images for {seconds:.0f} s while others wait"
         return None

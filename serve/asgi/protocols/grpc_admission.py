@@ -48,7 +48,7 @@ class MessageAdmission:
                 yield
         except TimeoutError:
             if loop.time() < ends:
-                raise RefusedError(408, "the message came too slowly, and others waited", "slow-client") from None
+                raise RefusedError(408, "the message arrived too slowly while others waited", "slow-client") from None
             raise RefusedError(408, f"the message did not arrive within {self._seconds:g} s", "slow-client") from None
         finally:
             self._readers.pop(limit, None)
@@ -63,7 +63,7 @@ class MessageAdmission:
                 return
             except TimeoutError:
                 if loop.time() >= ends:
-                    raise try_again("others send as many messages as may be read at once", "memory") from None
+                    raise try_again("too many messages are arriving at once: try again later", "memory") from None
             longest = next(((limit, since) for limit, since in self._readers.items() if not limit.expired()), None)
             if longest is not None and loop.time() - longest[1] >= _PATIENCE_S:
                 del self._readers[longest[0]]

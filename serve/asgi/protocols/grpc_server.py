@@ -120,7 +120,8 @@ class GrpcServer:
                 self.port = server.add_secure_port(f"{place}:{self.port}", credentials)
         except RuntimeError:  # its text is about C++
             raise UserError(
-                f"gRPC cannot listen at {place}:{self.port}: stop what listens there or choose another --grpc-port"
+                f"gRPC cannot listen at {place}:{self.port}: stop the program that listens there, or choose "
+                "another --grpc-port"
             ) from None
         self.application.notes.append(f"gRPC at {place}:{self.port}{'' if credentials is None else ', with TLS'}")
         await server.start()

@@ -57,9 +57,9 @@ async def predict(call: Call) -> Response:
     """Classify the instances of a request."""
     name, verb = split_verb(call.parameters["name"])
     if verb == "explain":
-        raise RefusedError(501, "explanations are not offered: ask /v1/models/NAME:predict", "explain")
+        raise RefusedError(501, "explanations are not supported: use /v1/models/NAME:predict", "explain")
     if verb != "predict":
-        raise RefusedError(404, "there is nothing at this path: ask /v1/models/NAME:predict", "path")
+        raise RefusedError(404, "there is nothing at this path: use /v1/models/NAME:predict", "path")
     served = call.take(name)
     body = await call.body()
 

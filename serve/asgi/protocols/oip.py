@@ -173,9 +173,9 @@ def read_inference(
     k = min(k, len(signature.classes))
     for output in wanted:
         if output.name not in OUTPUTS:
-            raise RequestError(f"there is no output {shown(output.name)}; there are {', '.join(OUTPUTS)}")
+            raise RequestError(f"there is no output {shown(output.name)}; the outputs are {', '.join(OUTPUTS)}")
     if len({output.name for output in wanted}) < len(wanted):
-        raise RequestError("an output is asked for twice")
+        raise RequestError("an output is requested twice")
     everything = any(output.name == "probabilities" for output in wanted)
     request = Request(images, len(signature.classes) if everything else k, listed=True)
     return Inference(request, k, tuple(wanted), request_id, _timeout(parameters))
@@ -216,17 +216,17 @@ def _images(signature: Signature, tensors: Sequence[Tensor]) -> tuple[bytes, ...
     check_datatype(tensor.name, tensor.datatype)
     if not 1 <= len(tensor.shape) <= RANK or not all(1 <= side < 1 << 63 for side in tensor.shape):
         raise RequestError(
-            f"the shape of {INPUT!r} must be of 1 to {RANK} numbers from 1, found {_shape_text(tensor.shape)}"
+            f"the shape of {INPUT!r} must have 1 to {RANK} numbers of at least 1, found {_shape_text(tensor.shape)}"
         )
     elements = math.prod(tensor.shape)
     if len(tensor.data) != elements:
         unit = "elements" if tensor.datatype == "BYTES" else "bytes"
         raise RequestError(
-            f"{INPUT!r} has {len(tensor.data)} {unit}, and its shape {_shape_text(tensor.shape)} is of {elements}"
+            f"{INPUT!r} has {len(tensor.data)} {unit}, but its shape {_shape_text(tensor.shape)} needs {elements}"
         )
     if not isinstance(tensor.data, bytes):
         if len(tensor.shape) != 1 and tensor.shape[1:] != (1,):
-            raise RequestError(f"encoded images have the shape [N] or [N,1], found {_shape_text(tensor.shape)}")
+            raise RequestError(f"encoded images must have the shape [N] or [N,1], found {_shape_text(tensor.shape)}")
         _check_count(elements, signature.instance_limit)
         return tuple(tensor.data)
     return _pixels(signature, tensor, tensor.data)
@@ -237,14 +237,15 @@ def _pixels(signature: Signature, tensor: Tensor, data: bytes) -> tuple[bytes, .
     channels = signature.channels
     if len(tensor.shape) != RANK:
         raise RequestError(
-            f"pixels have the shape [N,H,W,{channels}] or [N,{channels},H,W], found {_shape_text(tensor.shape)}"
+            f"pixels must have the shape [N,H,W,{channels}] or [N,{channels},H,W], found {_shape_text(tensor.shape)}"
         )
     _check_count(tensor.shape[0], signature.instance_limit)
     array = np.frombuffer(data, dtype=np.uint8).reshape(tensor.shape)
     if array.shape[3] != channels:
         if array.shape[1] != channels:
             raise RequestError(
-                f"pixels have the shape [N,H,W,{channels}] or [N,{channels},H,W], found {_shape_text(tensor.shape)}"
+                f"pixels must have the shape [N,H,W,{channels}] or [N,{channels},H,W], found "
+                f"{_shape_text(tensor.shape)}"
             )
         array = array.transpose(0, 2, 3, 1)
     if max(array.shape[1:3]) > _LONGEST_SIDE:
@@ -265,7 +266,7 @@ def _bitmap(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
 
 def _check_count(images: int, limit: int) -> None:
     if images > limit:
-        raise RequestError(f"{images} images in one request; at most {limit} are taken")
+        raise RequestError(f"{images} images in one request; the limit is {limit}")
 
 
 def _timeout(parameters: Mapping[str, object]) -> float | None:

@@ -55,13 +55,15 @@ def read(signature: Signature, request: Any) -> Inference:
     """
     raw = list(request.raw_input_contents)
     if raw and len(raw) != len(request.inputs):
-        raise RequestError(f"{len(raw)} raw_input_contents came for {len(request.inputs)} inputs")
+        raise RequestError(f"{len(raw)} raw_input_contents were sent for {len(request.inputs)} inputs")
     tensors = []
     for index, entry in enumerate(request.inputs):
         if not raw:
             data = _typed(entry)
         elif entry.HasField("contents"):
-            raise RequestError(f"input {shown(entry.name)} has contents beside the raw_input_contents")
+            raise RequestError(
+                f"input {shown(entry.name)} has contents in addition to raw_input_contents: send one of them"
+            )
         elif entry.datatype == "BYTES":
             data = unpacked(raw[index], signature.instance_limit)
         else:
@@ -102,7 +104,7 @@ def _typed(entry: Any) -> tuple[bytes, ...] | bytes:
     check_datatype(entry.name, entry.datatype)
     if len(kinds := entry.contents.ListFields()) > 1:
         names = ", ".join(field.name for field, _ in kinds)
-        raise RequestError(f"input {shown(entry.name)} has contents of several kinds ({names}): one is taken")
+        raise RequestError(f"input {shown(entry.name)} has several kinds of contents ({names}): send one")
     if entry.datatype == "BYTES":
         return tuple(entry.contents.bytes_contents)
     if len(entry.contents.uint_contents) > MOST_VALUES:

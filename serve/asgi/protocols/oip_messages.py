@@ -171,7 +171,7 @@ def read_message(name: str, content: bytes) -> Any:
         _FieldCounter(content).take(kind.DESCRIPTOR, 0, len(content))
         return kind.FromString(content)
     except (DecodeError, IndexError):
-        raise ValueError(f"the message is no {name}") from None
+        raise ValueError(f"the message is not a valid {name}") from None
 
 
 class _FieldCounter:

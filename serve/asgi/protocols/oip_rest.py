@@ -62,13 +62,13 @@ def read(signature: Signature, body: bytes, json_length: str | None) -> Inferenc
     parameters = _object(document, "parameters")
     request_id = document.get("id", "")
     if not isinstance(request_id, str) or not _is_text(request_id):
-        raise RequestError(f"id must be a text, found {shown(request_id)}")
+        raise RequestError(f"id must be a string, found {shown(request_id)}")
     tensors = []
     for entry in _objects(document, "inputs"):
         tensor, binary = _tensor(entry, binary, signature.instance_limit)
         tensors.append(tensor)
     if binary:
-        raise RequestError(f"{len(binary)} bytes follow the binary data that the inputs name")
+        raise RequestError(f"{len(binary)} bytes are left after the binary data of the inputs")
     everywhere = _flag(parameters, "binary_data_output")
     wanted = tuple(_wanted(entry, everywhere) for entry in _objects(document, "outputs"))
     return read_inference(signature, tensors, wanted or all_outputs(binary=everywhere), parameters, request_id)
@@ -117,11 +117,11 @@ def unpacked(data: bytes | memoryview, limit: int) -> tuple[bytes, ...]:
         if len(elements) == limit:
             raise RequestError(f"there are more than {limit} images in one request")
         if place + 4 > len(data):
-            raise RequestError("the binary data ends within the length of an element")
+            raise RequestError("the binary data ends in the middle of an element's length")
         length = int.from_bytes(data[place : place + 4], "little")
         place += 4
         if place + length > len(data):
-            raise RequestError(f"an element of {length} bytes is said to come, and {len(data) - place} bytes do")
+            raise RequestError(f"an element should have {length} bytes, but only {len(data) - place} follow")
         elements.append(bytes(data[place : place + length]))
         place += length
     return tuple(elements)
@@ -151,7 +151,7 @@ def _tensor(entry: Mapping[str, Any], binary: memoryview, limit: int) -> tuple[T
     """Parse one input. Return it and the binary data of the inputs behind it."""
     name, datatype, shape = entry.get("name"), entry.get("datatype"), entry.get("shape")
     if not isinstance(name, str) or not isinstance(datatype, str):
-        raise RequestError("an input must have a name and a datatype, which are texts")
+        raise RequestError("an input must have a name and a datatype, both strings")
     if not isinstance(shape, list) or not all(type(side) is int for side in shape):
         raise RequestError(f"input {shown(name)}: the shape must be a list of whole numbers")
     check_datatype(name, datatype)
@@ -162,8 +162,8 @@ def _tensor(entry: Mapping[str, Any], binary: memoryview, limit: int) -> tuple[T
         size = parameters["binary_data_size"]
         if type(size) is not int or not 0 <= size <= len(binary):
             raise RequestError(
-                f"input {shown(name)}: binary_data_size must be a number up to the {len(binary)} bytes that follow "
-                f"the JSON by the header {LENGTH_HEADER}, found {shown(size)}"
+                f"input {shown(name)}: binary_data_size must be a number up to the {len(binary)} bytes after the "
+                f"JSON (see the header {LENGTH_HEADER}), found {shown(size)}"
             )
         mine, binary = binary[:size], binary[size:]
         data: Sequence[bytes] | bytes = unpacked(mine, limit) if datatype == "BYTES" else bytes(mine)
@@ -180,7 +180,7 @@ def _json_values(name: str, datatype: str, data: object, parameters: Mapping[str
         if not any(isinstance(item, list) for item in data):
             break
         if not all(isinstance(item, list) for item in data):
-            raise RequestError(f"input {shown(name)}: the data have lists and values side by side")
+            raise RequestError(f"input {shown(name)}: the data mixes lists and values")
         data = list(chain.from_iterable(data))
     if datatype != "BYTES":
         try:
@@ -198,7 +198,7 @@ def _element(index: int, item: object, parameters: Mapping[str, Any]) -> bytes:
     parameter.
     """
     if not isinstance(item, str):
-        raise RequestError(f"element {index} must be a text, found {shown(item)}")
+        raise RequestError(f"element {index} must be a string, found {shown(item)}")
     try:
         return read_base64(item)
     except (binascii.Error, ValueError) as error:
@@ -207,15 +207,15 @@ def _element(index: int, item: object, parameters: Mapping[str, Any]) -> bytes:
     try:
         return item.encode()
     except UnicodeEncodeError:
-        raise RequestError(f"element {index} has characters that are not text") from None
+        raise RequestError(f"element {index} has characters that are not valid text") from None
 
 
 def _wanted(entry: Mapping[str, Any], everywhere: bool) -> Wanted:
     name, parameters = entry.get("name"), _object(entry, "parameters")
     if not isinstance(name, str):
-        raise RequestError("an output must have a name, which is a text")
+        raise RequestError("an output must have a name, a string")
     if "classification" in parameters:
-        raise RequestError("classification is not offered: ask for the outputs label, index and probability, with k")
+        raise RequestError("classification is not supported: request the outputs label, index and probability, with k")
     return Wanted(name, _flag(parameters, "binary_data", everywhere))
 
 
@@ -238,7 +238,7 @@ def _objects(document: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise RequestError(f"{name} must be a list of JSON objects")
     if len(value) > _MOST_TENSORS:
-        raise RequestError(f"{name} has {len(value)} entries; at most {_MOST_TENSORS} are taken")
+        raise RequestError(f"{name} has {len(value)} entries; the limit is {_MOST_TENSORS}")
     return value
 
 

@@ -108,9 +108,7 @@ class Account:
             )
         limit = self._budget.batch_seconds
         if limit is not None and self._clock() - self._started >= limit:
-            return Refusal(
-                _TRY_AGAIN, f"the requests that came with this one took more than {limit:g} s: try again later"
-            )
+            return Refusal(_TRY_AGAIN, f"the requests in the same batch took more than {limit:g} s: try again later")
         return None
 
 
@@ -152,14 +150,14 @@ def _too_large(budget: Budget, pixels: Sequence[int]) -> Refusal | None:
         return None
     return Refusal(
         413,
-        f"the request's {len(pixels)} images have {pixel_count} pixels together, more than the limit of "
-        f"{budget.request_pixels}: send fewer or smaller ones in one request",
+        f"the request's {len(pixels)} images have {pixel_count} pixels in total, more than the limit of "
+        f"{budget.request_pixels}: send fewer or smaller images per request",
     )
 
 
 def _no_pixels_left(limit: int, pixel_count: int) -> Refusal:
     return Refusal(
         _TRY_AGAIN,
-        f"the requests that came with this one left too little of the batch's {limit} pixels for its {pixel_count}: "
-        f"try again later",
+        f"the batch may have {limit} pixels, and other requests in it leave too few for the {pixel_count} of this "
+        "one: try again later",
     )

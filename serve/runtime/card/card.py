@@ -66,7 +66,8 @@ class Preprocessing(Described):
         scaled = self.resize if isinstance(self.resize, list | tuple) else (self.resize, self.resize)
         if len(scaled) != 2:
             raise CardError(
-                f"preprocessing: resize must be the shorter side, or a height and a width, found {fields.shown(scaled)}"
+                "preprocessing: resize must be one number (the shorter side) or a height and a width, found "
+                f"{fields.shown(scaled)}"
             )
         for side in scaled:
             fields.whole("preprocessing: resize", side, 1, _LONGEST_SIDE)
@@ -217,10 +218,10 @@ class Card(Described):
         fields.files("card: files", self.files)
         fields.files("card: packed", self.packed, folders=True)
         if not isinstance(self.file, str) or self.file not in self.files:
-            raise CardError(f"card: no SHA-256 is given for the model file {fields.shown(self.file)}")
+            raise CardError(f"card: there is no SHA-256 for the model file {fields.shown(self.file)}")
         names = [name.lower() for name in (*self.files, *self.packed)]
         if CARD_FILE in names or len(set(names)) != len(names):
-            raise CardError("card: a file is named twice, or is the card itself")
+            raise CardError("card: a file is listed twice, or is the card itself")
 
     @property
     def content(self) -> str:
@@ -259,7 +260,7 @@ def read_card(folder: Path) -> Card:
     path = folder / CARD_FILE
     try:
         if not path.exists():
-            raise CardError(f"{folder}: not an artifact folder, there is no {CARD_FILE}")
+            raise CardError(f"{folder}: is not an artifact folder, it has no {CARD_FILE}")
         _check_regular(path)
         with path.open(encoding="utf-8") as stream:
             document = stream.read(_LARGEST_CARD + 1)
@@ -280,7 +281,7 @@ def parse_card(document: str, path: Path) -> Card:
             raise CardError(f"{path}: must hold one JSON object, found {type(body).__name__}")
         seal = body.pop(SEAL, None)
         if type(body.get("schema")) is not int or body["schema"] != SCHEMA:
-            raise CardError(f"{path}: schema {fields.shown(body.get('schema'))}; this runtime reads schema {SCHEMA}")
+            raise CardError(f"{path}: schema {fields.shown(body.get('schema'))}; this version reads schema {SCHEMA}")
         if seal_of(body) != seal:
             raise CardError(f"{path}: the card was changed after it was written (its seal does not match)")
     except (ValueError, RecursionError) as error:  # also for NaN and numbers of thousands of digits
@@ -307,22 +308,22 @@ def load_card(folder: Path) -> Card:
         try:
             for parent in path.relative_to(folder).parents[:-1]:
                 if (folder / parent).is_symlink():
-                    raise CardError(f"{folder / parent}: is a link, and an artifact's files lie in its folder")
+                    raise CardError(f"{folder / parent}: is a link; an artifact may hold regular files only")
             if not os.path.lexists(path):
-                raise CardError(f"{folder}: the file {name} that the card names is missing")
+                raise CardError(f"{folder}: the file {name}, which the card lists, is missing")
             _check_regular(path)
             actual = sha256_file(path)
         except OSError as error:
             raise CardError(f"{path}: cannot be read ({error})") from None
         if actual != expected:
-            raise CardError(f"{path}: corrupted, SHA-256 {actual[:12]}… where the card says {expected[:12]}…")
+            raise CardError(f"{path}: corrupted, its SHA-256 is {actual[:12]}…, but the card says {expected[:12]}…")
     if card.packed:
         known = {CARD_FILE, *card.files, *card.packed}
         for root, folders, names in os.walk(folder):
             folders[:] = [name for name in folders if name != "__pycache__"]  # Python writes it at imports
             for name in (*names, *(entry for entry in folders if (Path(root) / entry).is_symlink())):
                 if (Path(root) / name).relative_to(folder).as_posix() not in known:
-                    raise CardError(f"{Path(root) / name}: is not of the archive that the card was packed in")
+                    raise CardError(f"{Path(root) / name}: does not belong to the archive that contains the card")
     return card
 
 
@@ -330,8 +331,8 @@ def _check_regular(path: Path) -> None:
     """Refuse links, which lead out of the folder, and pipes and devices, which never end."""
     mode = path.lstat().st_mode
     if not stat.S_ISREG(mode):
-        kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
-        raise CardError(f"{path}: is {kind}, and an artifact's files lie in its folder")
+        kind = "a link" if stat.S_ISLNK(mode) else "not a regular file"
+        raise CardError(f"{path}: is {kind}; an artifact may hold regular files only")
 
 
 def _record(kind: type[_T], body: object, path: Path) -> _T:

@@ -119,10 +119,10 @@ class Execution(Described):
         for name in body:
             if name not in known:
                 raise UserError(
-                    f"execution: unknown field {name!r}{did_you_mean(str(name), known)}; known are {', '.join(known)}"
+                    f"execution: unknown field {name!r}{did_you_mean(str(name), known)}; known: {', '.join(known)}"
                 )
         if "engine" not in body:
-            raise UserError("execution: it must name its engine")
+            raise UserError("execution: the engine is missing")
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in body.items()
         }
@@ -143,7 +143,7 @@ def unset(execution: Execution, *, computes_with_torch: bool) -> str | None:
     missing = [f"{name}={value}" for name, value in ENVIRONMENT.items() if name not in os.environ]
     if not missing:
         return None
-    return f"speeds are measured with {' '.join(missing)}, which is not set here: start the server with it"
+    return f"speeds were measured with {' '.join(missing)}, which is not set here: set it before you start the server"
 
 
 def settle(execution: Execution, *, computes_with_torch: bool) -> None:

@@ -29,7 +29,7 @@ def text(where: str, value: object, longest: int = 1000) -> None:
     if len(value) > longest:
         raise CardError(f"{where} has {len(value)} characters, more than {longest}")
     if any(character < " " or "\ud800" <= character <= "\udfff" for character in value):
-        raise CardError(f"{where} has characters that are not text: {shown(value)}")
+        raise CardError(f"{where} has characters that are not valid text: {shown(value)}")
 
 
 def whole(where: str, value: object, low: int, high: int) -> None:
@@ -137,7 +137,7 @@ def _json(where: str, value: object, depth: int) -> None:
             _json(where, item, depth - 1)
     elif isinstance(value, str):
         if len(value) > _LONGEST or any("\ud800" <= character <= "\udfff" for character in value):
-            raise CardError(f"{where} has a text that is too long or cannot be written: {shown(value)}")
+            raise CardError(f"{where} has a string that is too long or cannot be encoded: {shown(value)}")
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise CardError(f"{where} must be finite, found {shown(value)}")
@@ -145,4 +145,4 @@ def _json(where: str, value: object, depth: int) -> None:
         if abs(value) > _LARGEST:
             raise CardError(f"{where} has a number that is too large")
     elif value is not None:
-        raise CardError(f"{where} has a value that JSON does not: {shown(value)}")
+        raise CardError(f"{where} has a value that JSON cannot express: {shown(value)}")

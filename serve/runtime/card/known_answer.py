@@ -105,12 +105,12 @@ class KnownAnswer:
         difference = self.difference([by_class.get(index, -1.0) for index in classes])
         if difference > self.allowed:
             raise CardError(
-                f"its known image is not answered as when it was measured by {self.execution}: a log-probability "
-                f"differs by {difference:.3g}, more than the allowed {self.allowed:.3g}"
+                f"the answer to its known image differs from the one measured with {self.execution}: a "
+                f"log-probability is off by {difference:.3g}, more than the allowed {self.allowed:.3g}"
             )
         return (
-            f"the known image is answered as by {self.execution}: log-probabilities within {difference:.2g}, "
-            f"allowed {self.allowed:.2g}"
+            f"the answer to the known image matches the one of {self.execution}: log-probabilities within "
+            f"{difference:.2g}, allowed {self.allowed:.2g}"
         )
 
     @property
@@ -130,7 +130,7 @@ def parse_known(document: str, path: Path) -> KnownAnswer:
     body = parse_document(document, path, _LARGEST_FILE)
     try:
         if not isinstance(body, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("it is not a JSON object")
         values: dict[str, Any] = dict(body)
         values["image"] = base64.b64decode(str(values.get("image", "")), validate=True)
         if isinstance(values.get("logits"), list):

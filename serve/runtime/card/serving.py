@@ -75,11 +75,11 @@ class Serving:
                 raise CardError(f"serving: an execution must be a JSON object, found {fields.shown(execution)}")
             if execution.device not in ("cpu", "cuda"):
                 raise CardError(
-                    f"serving: an execution's device must be cpu or cuda, found {execution.device}: which GPU, the "
-                    f"server says"
+                    f"serving: an execution's device must be cpu or cuda, found {execution.device}, not "
+                    f"{execution.device}: the server chooses the GPU"
                 )
         if not self.executions:
-            raise CardError("serving: it must name at least one execution")
+            raise CardError("serving: there must be at least one execution")
         if type(self.strict) is not bool:
             raise CardError(f"serving: strict must be true or false, found {fields.shown(self.strict)}")
         fields.whole("serving: batch_size", self.batch_size, 1, 1024)
@@ -95,7 +95,7 @@ class Serving:
             raise CardError(f"serving: budget must be a JSON object, found {fields.shown(self.budget)}")
         for entry in fields.sequence("serving: evidence", self.evidence):
             if not isinstance(entry, Evidence):
-                raise CardError(f"serving: evidence must be of JSON objects, found {fields.shown(entry)}")
+                raise CardError(f"serving: evidence must be a list of JSON objects, found {fields.shown(entry)}")
         fields.whole("serving: schema", self.schema, SCHEMA, SCHEMA)
 
     @property
@@ -170,6 +170,6 @@ def _known_fields(body: object, kind: type[Any], where: str) -> dict[str, Any]:
     for name in body:
         if name not in known:
             raise CardError(
-                f"{where}: unknown field {fields.shown(name)}{did_you_mean(name, known)}; known are {', '.join(known)}"
+                f"{where}: unknown field {fields.shown(name)}{did_you_mean(name, known)}; known: {', '.join(known)}"
             )
     return dict(body)

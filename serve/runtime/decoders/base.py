@@ -109,7 +109,7 @@ def check_decoder(name: str) -> str:
     """
     known = [CPU, *decoders()]
     if name not in known:
-        raise UserError(f"unknown decoder {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}")
+        raise UserError(f"unknown decoder {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
     return name
 
 
@@ -128,7 +128,7 @@ def open_decoder(name: str, device: torch.device) -> Decoder | None:
         return None
     entry = decoders()[name]
     if entry.device not in (device.type, CPU):
-        raise EngineError(f"the decoder {name} works on {entry.device}, and the engine runs on {device.type}")
+        raise EngineError(f"the decoder {name} needs {entry.device}, but the engine runs on {device.type}")
     try:
         return entry.open(device)
     except Exception as error:
@@ -193,7 +193,7 @@ class DeviceDecoder:
             except Exception as error:  # noqa: BLE001 - a library may raise anything; the CPU decides then
                 if is_lost(error) or not device_answers(self._device):
                     raise BrokenError(
-                        f"{self.name}: {self._device} is lost to this process: {one_line(error)}"
+                        f"{self.name}: {self._device} can no longer be used by this process: {one_line(error)}"
                     ) from None
                 return [None] * len(items)
         return fitted

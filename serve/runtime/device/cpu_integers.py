@@ -41,6 +41,6 @@ def saturates(target: str | None) -> str | None:
     if target != VNNI_X86 or has_vnni() or platform.machine() not in ("x86_64", "AMD64", "i686"):
         return None
     return (
-        f"it was built for CPUs with VNNI ({VNNI_X86}, weights -127 to 127); this CPU has none, and its 16-bit sums "
-        f"would saturate: build it on such a CPU, or anywhere with target: {ANY_X86} (weights -63 to 63)"
+        f"it was built for CPUs with VNNI (target {VNNI_X86}, weights -127 to 127), and this CPU has none: its "
+        f"16-bit sums would saturate. Build it here, or set target: {ANY_X86} (weights -63 to 63)"
     )

@@ -104,8 +104,8 @@ def _capture(
         ) from error
     if not agree(logits, wanted):
         raise EngineError(
-            f"{name}: a replay of its CUDA graph at batch {len(inputs)} gives other logits than the network itself; "
-            f"it depends on something that a graph does not record"
+            f"{name}: its CUDA graph gives other logits than the network itself at batch {len(inputs)}; the "
+            "network depends on something that a CUDA graph does not record"
         )
     return graph, logits
 

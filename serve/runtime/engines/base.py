@@ -119,7 +119,7 @@ class EngineType:
         """
         for name, value in options.items():
             if name not in self.options:
-                known = f"; known are {', '.join(self.options)}" if self.options else ": it has none"
+                known = f"; known: {', '.join(self.options)}" if self.options else ": it has none"
                 raise UserError(f"{self.name} has no option {name!r}{did_you_mean(name, self.options)}{known}")
             wanted = type(self.options[name].default)
             if type(value) is not wanted and not (wanted is float and type(value) is int):
@@ -137,9 +137,9 @@ def register(entry: EngineType) -> EngineType:
         ValueError: the name is taken, or the engine has no formats or no devices.
     """
     if not entry.formats:
-        raise ValueError(f"the engine {entry.name!r} must say which formats it opens")
+        raise ValueError(f"the engine {entry.name!r} must list the formats that it opens")
     if not entry.devices or not set(entry.devices) <= {"cpu", "cuda"}:
-        raise ValueError(f"the engine {entry.name!r} must say where it runs: on cpu, cuda or both")
+        raise ValueError(f"the engine {entry.name!r} must list its devices: cpu, cuda or both")
     return _REGISTRY.register(entry)
 
 
@@ -168,7 +168,7 @@ def engines_for(card: Card) -> list[EngineType]:
     if not found:
         formats = sorted({format_ for entry in known for format_ in entry.formats})
         raise EngineError(
-            f"{card.name}: no engine here opens {card.format!r} files; there are engines for {', '.join(formats)}"
+            f"{card.name}: no installed engine opens {card.format!r} files; there are engines for {', '.join(formats)}"
         )
     return sorted(found, key=lambda entry: (entry.rank, entry.name))
 
@@ -282,7 +282,7 @@ def open_engine(folder: Path, card: Card, execution: Execution) -> Engine:
     if (reason := entry.refuses(card, execution.device_type)) is not None:
         raise EngineError(f"{card.name}: {reason}")
     if execution.device_type == "cuda" and not torch.cuda.is_available():
-        raise EngineError(f"{card.name}: CUDA was asked for and this machine has no usable CUDA device")
+        raise EngineError(f"{card.name}: CUDA is requested, but this machine has no usable CUDA device")
     engine = entry.open(folder, card, execution)
     return _Bucketed(engine, card, execution.buckets) if execution.buckets and not entry.keeps_buckets else engine
 

@@ -160,8 +160,8 @@ def compile_program(
         for batch, logits in zip(batches, answers, strict=True):
             if not agree(logits, module(batch.to(example.device)).cpu(), tolerance):
                 raise EngineError(
-                    f"{name}: what AOTInductor of torch {torch.__version__} compiled gives other logits than the "
-                    f"program itself at batch {len(batch)}"
+                    f"{name}: the code that AOTInductor of torch {torch.__version__} compiled gives other logits "
+                    f"than the program itself at batch {len(batch)}"
                 )
 
 
@@ -229,10 +229,12 @@ INDUCTOR = register(
         rank=60,
         on_request=("cpu",),
         options={
-            "freezing": EngineOption(True, "fold what depends on weights only, and lay weights out, while compiling"),
-            "max_autotune": EngineOption(False, "time candidates for every kernel while compiling, for many minutes"),
-            "hint": EngineOption(8, "images in a batch that kernels are chosen by, where there are no buckets"),
-            "cudagraph": EngineOption(False, "capture what was compiled as CUDA graphs, one for each bucket"),
+            "freezing": EngineOption(True, "fold constants and prepare the layout of weights while compiling"),
+            "max_autotune": EngineOption(
+                False, "time several candidates for every kernel while compiling; takes many minutes"
+            ),
+            "hint": EngineOption(8, "batch size for which kernels are chosen if there are no buckets"),
+            "cudagraph": EngineOption(False, "capture the compiled code as CUDA graphs, one for each bucket"),
         },
     )
 )

@@ -61,7 +61,8 @@ ONNXRUNTIME = register(
         options={
             "optimizations": EngineOption(
                 True,
-                "let ONNX Runtime rewrite the graph; else every node runs as it is written, quantizers between floats",
+                "let ONNX Runtime optimize the graph; otherwise every node runs as it is written, and quantized "
+                "layers run in float",
             )
         },
         # Two distributions of one library. The machine's versions show the installed one.

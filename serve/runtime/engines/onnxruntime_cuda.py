@@ -40,8 +40,8 @@ class OnnxRuntimeCudaEngine:
 def _accepts(card: Card) -> str | None:
     if card.precision.startswith("int8"):
         return (
-            "onnxruntime-cuda has no INT8 convolutions: it would convert to and fro around float ones; "
-            "INT8 on a GPU takes onnxruntime-tensorrt"
+            "onnxruntime-cuda has no INT8 convolutions and would run them in float; use onnxruntime-tensorrt for "
+            "INT8 on a GPU"
         )
     return None
 
@@ -65,9 +65,11 @@ ONNXRUNTIME_CUDA = register(
         accepts=_accepts,
         computes_with_torch=False,
         options={
-            "search": EngineOption(True, "let cuDNN time its algorithms for every new batch size, on its first run"),
-            "channels_last": EngineOption(False, "convolutions as NHWC; the library converts around them"),
-            "tf32": EngineOption(True, "products of float32 with 10 bits of mantissa, as torch's convolutions have"),
+            "search": EngineOption(True, "let cuDNN time its algorithms on the first run of every new batch size"),
+            "channels_last": EngineOption(
+                False, "run convolutions as NHWC; ONNX Runtime converts their inputs and outputs"
+            ),
+            "tf32": EngineOption(True, "multiply float32 with 10 bits of mantissa (TF32), as torch's convolutions do"),
         },
         libraries=("onnxruntime-gpu",),
         companions=(".data",),

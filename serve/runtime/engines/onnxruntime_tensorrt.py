@@ -168,14 +168,14 @@ def tensorrt_version() -> str:
             function.restype = ctypes.c_int32
             return str(function())
     names = " or ".join(f"libnvinfer.so.{major}" for major in _MAJORS)
-    raise EngineError(f"TensorRT is not installed here: {names} cannot be loaded")
+    raise EngineError(f"TensorRT is not installed: {names} cannot be loaded")
 
 
 def _accepts(card: Card) -> str | None:
     if card.precision.startswith("int8") and card.target is None:
         return (
-            f"this INT8 graph does not say that it is made for TensorRT ({TENSORRT}), which reads only symmetric int8 "
-            f"with zero-point 0 and float biases"
+            f"this INT8 graph was not made for TensorRT (target {TENSORRT}), which needs symmetric int8 with "
+            "zero-point 0 and float biases"
         )
     return None
 
@@ -203,9 +203,9 @@ ONNXRUNTIME_TENSORRT = register(
         targets=(TENSORRT,),
         computes_with_torch=False,
         options={
-            "optimum": EngineOption(0, "images in a batch that kernels are chosen by; 0: the largest bucket"),
-            "half": EngineOption(False, "let what an INT8 graph leaves in float32 compute in FP16"),
-            "level": EngineOption(3, "how long TensorRT searches while compiling, 0 (seconds) to 5"),
+            "optimum": EngineOption(0, "batch size for which kernels are chosen; 0: the largest bucket"),
+            "half": EngineOption(False, "compute the float32 parts of an INT8 graph in FP16"),
+            "level": EngineOption(3, "how long TensorRT searches while compiling: 0 (seconds) to 5"),
         },
         libraries=("onnxruntime-gpu", "tensorrt-cu13", "tensorrt"),
         companions=(".data", PROFILE_ENDING),

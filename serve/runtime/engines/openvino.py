@@ -119,7 +119,7 @@ OPENVINO = register(
         any_thread=True,
         options={
             "precision": EngineOption(
-                "f32", "arithmetic of the float parts: f32, or bf16 where the CPU has it (answers differ)"
+                "f32", "precision of the float parts: f32, or bf16 if the CPU supports it (answers differ)"
             )
         },
         libraries=("openvino",),

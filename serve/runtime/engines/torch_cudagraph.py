@@ -92,8 +92,10 @@ TORCH_CUDAGRAPH = register(
         devices=("cuda",),
         rank=10,
         options={
-            "channels_last": EngineOption(True, "activations and weights as NHWC, which tensor cores read as they are"),
-            "search": EngineOption(True, "let cuDNN time its algorithms for every bucket while the engine is opened"),
+            "channels_last": EngineOption(
+                True, "store activations and weights as NHWC, the layout that tensor cores read"
+            ),
+            "search": EngineOption(True, "let cuDNN time its algorithms for every bucket while the engine opens"),
         },
     )
 )

@@ -24,25 +24,25 @@ from .timed_file import TimedFile
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 
-_TOO_LITTLE_MEMORY = "this machine has too little memory left to decode the image"
+_TOO_LITTLE_MEMORY = "this machine does not have enough memory to decode the image"
 
 _TIFF_TILE_WIDTH, _TIFF_TILE_LENGTH = 322, 323
 
 # Why an image of some formats may have more pixels to decode than it shows.
 _MORE = {
-    "TIFF": ", in tiles that have more",
-    "WEBP": ", twice, because it moves",
-    "BMP": ", four times, because it is run-length encoded",
+    "TIFF": ", stored in larger tiles",
+    "WEBP": ", counted twice because it is animated",
+    "BMP": ", counted four times because it is run-length encoded",
 }
 
 
 #: Common mistakes of clients, and what to send instead.
 _NO_IMAGES = {
-    "it is compressed by gzip, send the image as it is": re.compile(rb"\x1f\x8b"),
+    "it is compressed with gzip, send the image itself": re.compile(rb"\x1f\x8b"),
     'it is a data: URL, send its bytes, or the URL as {"instances": [{"b64": "data:…"}]}': re.compile(rb"\s*data:"),
     "it is HEIF or AVIF, save it as JPEG": re.compile(rb".{4}ftyp", re.DOTALL),
     "it is PDF, save a page as PNG": re.compile(rb"%PDF"),
-    "it is SVG or HTML, save what it shows as PNG": re.compile(rb"\s*<(?:\?xml|svg|!doctype|html)", re.IGNORECASE),
+    "it is SVG or HTML, save it as PNG": re.compile(rb"\s*<(?:\?xml|svg|!doctype|html)", re.IGNORECASE),
 }
 
 

@@ -172,7 +172,8 @@ def _decode_with_pillow(data: bytes, channels: int, budget: Budget, pixel_max: f
     with opened(data, budget) as image:
         if pixel_max is not None and _is_deep_colour(image):
             raise ImageError(
-                f"its colours have 16 bits, and pixel_max ({pixel_max:g}) is for greys: of colours the upper 8 are read"
+                f"its colours have 16 bits, but pixel_max ({pixel_max:g}) applies to greys: for colours, the upper "
+                "8 bits are read"
             )
         mode = MODES[channels]
         grey = eight_bit(upright(image), pixel_max)
@@ -271,12 +272,15 @@ def eight_bit(image: Image.Image, pixel_max: float | None = None) -> Image.Image
         return image
     white = white_of(image) if pixel_max is None else pixel_max
     if white is None:
-        raise ImageError("its greys are 32-bit or signed integers, whose white is not stated: pixel_max (--pixel-max)")
+        raise ImageError("its greys are 32-bit or signed integers: set the value of white with pixel_max (--pixel-max)")
     values = np.asarray(image)
     darkest, lightest = (float(one.reduce(values, axis=None, initial=0)) for one in (np.fmin, np.fmax))
     for value in (darkest, lightest):
         if not -0.5 < value * 255 / white < 255.5:
-            raise ImageError(f"a grey of it is {value:g}, and not from 0 to {white:g}: pixel_max (--pixel-max)")
+            raise ImageError(
+                f"a grey value is {value:g}, not from 0 to {white:g}: set the value of white with pixel_max "
+                "(--pixel-max)"
+            )
     scaled = np.empty(values.shape, dtype=np.uint8)
     rows = max(1, _BAND_PIXELS // max(1, values.shape[1]))
     for start in range(0, len(values), rows):

@@ -184,7 +184,7 @@ class _JpegMetadata:
         if self._exif > _JPEG_EXIF_BYTES:
             raise ImageError(f"the JPEG has more than {_JPEG_EXIF_BYTES} bytes of EXIF", 413)
         if self._parsed > _JPEG_PARSED_BYTES:
-            raise ImageError(f"the JPEG has more than {_JPEG_PARSED_BYTES} bytes of tables or of Photoshop's", 413)
+            raise ImageError(f"the JPEG has more than {_JPEG_PARSED_BYTES} bytes of tables or of Photoshop data", 413)
 
 
 def _check_png(data: bytes) -> None:
@@ -206,8 +206,8 @@ def _check_png(data: bytes) -> None:
             check_exif(data[position + 8 : position + 8 + length])
         if chunks > _PNG_CHUNKS or pixel_chunks > _PNG_PIXEL_CHUNKS or compressed > _PNG_COMPRESSED:
             raise ImageError(
-                f"the PNG has more than {_PNG_CHUNKS} chunks ({_PNG_PIXEL_CHUNKS} of pixels, "
-                f"{_PNG_COMPRESSED} of text or colour profiles)",
+                f"the PNG has more than {_PNG_CHUNKS} chunks (limits: {_PNG_PIXEL_CHUNKS} for pixels, "
+                f"{_PNG_COMPRESSED} for text or colour profiles)",
                 413,
             )
         if kind == b"IEND":

@@ -51,7 +51,7 @@ def cache_folder(kind: str, key: Mapping[str, Any]) -> Path:
         (folder / _KEY_FILE).write_bytes(document + b"\n")  # for a curious person; the code never reads it
     except (OSError, RuntimeError) as error:  # no home folder, or one that cannot be written
         raise EngineError(
-            f"there is no place for compiled code: {first_line(error)}; name a folder of yours in XDG_CACHE_HOME"
+            f"there is no folder for compiled code: {first_line(error)}; set XDG_CACHE_HOME to a folder of yours"
         ) from None
     return folder
 
@@ -59,13 +59,13 @@ def cache_folder(kind: str, key: Mapping[str, Any]) -> Path:
 def _check_private(path: Path) -> None:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise EngineError(f"{path}: is no folder, and compiled code is kept in folders of its own")
+        raise EngineError(f"{path}: is not a folder; compiled code needs a folder here")
     if found.st_uid != os.geteuid():
-        raise EngineError(f"{path}: belongs to user {found.st_uid}, and code that it holds would be run; remove it")
+        raise EngineError(f"{path}: belongs to user {found.st_uid}, whose code would run here; remove it")
     if found.st_mode & 0o077:
         raise EngineError(
-            f"{path}: is open to others (mode {stat.S_IMODE(found.st_mode):o}), and code that it holds would be "
-            f"run; remove it, or make it 700 if nobody else wrote to it"
+            f"{path}: is writable or readable by others (mode {stat.S_IMODE(found.st_mode):o}), whose code would "
+            "run here; remove it, or set mode 700 if nobody else wrote to it"
         )
 
 

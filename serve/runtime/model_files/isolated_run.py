@@ -51,14 +51,14 @@ def run_isolated(package: Path, index: int, batches: Sequence[torch.Tensor], nam
         asked, answered = Path(folder) / "asked.pt", Path(folder) / "answered.pt"
         torch.save([*batches], asked)
         command = [sys.executable, "-c", _CHILD, str(package), str(index), str(asked), str(answered)]
-        compiled = f"{name}: what AOTInductor of torch {torch.__version__} compiled"
+        compiled = f"{name}: the code that AOTInductor of torch {torch.__version__} compiled"
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
             raise EngineError(f"{compiled} gave no answer in {_TIMEOUT_S} seconds") from None
         if done.returncode < 0:
             said = signal.strsignal(-done.returncode) or f"signal {-done.returncode}"
-            raise EngineError(f"{compiled} crashes where it is loaded or run ({said}){_other_compiler()}")
+            raise EngineError(f"{compiled} crashes when it is loaded or run ({said}){_other_compiler()}")
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             raise EngineError(f"{compiled} cannot be run: {lines[-1][:200]}")

@@ -48,16 +48,16 @@ def check_graph(path: Path, card: Card) -> None:
         for location in _findings(path):
             if location is None:
                 raise EngineError(
-                    f"{path}: refused before it was loaded, because it has a node {_COMPILED.decode()}, whose compiled "
-                    f"code a provider would load as it is"
+                    f"{path}: refused before loading, because it has a node {_COMPILED.decode()}, whose compiled "
+                    "code a provider would load unchecked"
                 )
             if location not in card.files:
                 raise EngineError(
-                    f"{path}: refused before it was loaded, because a tensor of it lies in {location[:200]!r}, "
-                    f"which is not one of the card's files"
+                    f"{path}: refused before loading, because the data of a tensor is in {location[:200]!r}, which "
+                    "the card does not list"
                 )
     except ValueError as error:
-        raise EngineError(f"{path}: not an ONNX graph ({error})") from None
+        raise EngineError(f"{path}: is not an ONNX graph ({error})") from None
 
 
 def external_files(path: Path) -> Iterator[str]:
@@ -121,4 +121,4 @@ def _varint(data: mmap.mmap, position: int, end: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, position
-    raise ValueError("a number that does not end")
+    raise ValueError("a number without an end")

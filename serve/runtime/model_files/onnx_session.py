@@ -156,8 +156,8 @@ def gpu_session(
 
 def _needs(library: Any, provider: str) -> str:
     return (
-        f"ONNX Runtime {library.__version__} does not run this on {provider} "
-        f"(compiled in: {', '.join(library.get_available_providers())}); install what it needs"
+        f"ONNX Runtime {library.__version__} does not run this on {provider} (compiled in: "
+        f"{', '.join(library.get_available_providers())}); install the libraries that it needs"
     )
 
 
@@ -183,7 +183,7 @@ def check_assignment(found: Mapping[str, Counter[str]], provider: str) -> None:
             elsewhere[name] = sorted(operators.keys() - _SHAPE_OPERATORS if shapes else operators)
     if not found.get(provider) or any(elsewhere.values()):
         said = "; ".join(f"{name} took {', '.join(operators)}" for name, operators in elsewhere.items() if operators)
-        raise EngineError(f"{provider} does not take this graph as a whole: {said or 'it took no node'}")
+        raise EngineError(f"{provider} cannot run this whole graph: {said or 'it took no node'}")
 
 
 def run_tiny(session: Any) -> object:

@@ -239,7 +239,7 @@ def _payloads(records: Records, config: str) -> Iterator[str]:
             raise refused(records.path, f"the tensor {name[:80]!r} asks for pickle, which runs code")
         record = entry.get("path_name")
         if not isinstance(record, str) or not pattern.fullmatch(record) or folder + record not in records.names:
-            raise refused(records.path, f"the tensor {name[:80]!r} is not kept in a record of tensors")
+            raise refused(records.path, f"the tensor {name[:80]!r} is not stored in a record of tensors")
         if not _PATH.fullmatch(name):
             raise refused(records.path, f"a tensor has the name {name[:80]!r}")
         for fault in _faults({key: value for key, value in entry.items() if key != "path_name"}, "config"):

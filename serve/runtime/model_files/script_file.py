@@ -75,7 +75,7 @@ def _code_faults(records: Records, name: str) -> Iterator[str]:
     try:
         tree = ast.parse(records.read(name).decode("ascii"))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        yield "is not code that can be read"
+        yield "is not readable code"
         return
     rooted = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
@@ -99,7 +99,7 @@ def _code_faults(records: Records, name: str) -> Iterator[str]:
                 not isinstance(a, ast.Constant) or a.value in {*_OPERATORS_REFUSED, "classes"} for a in node.args[1:]
             )
         ):
-            yield "uses getattr for what reaches files"
+            yield "uses getattr on an object that reaches files"
 
 
 def _pickle_faults(records: Records, name: str) -> Iterator[str]:
@@ -110,4 +110,4 @@ def _pickle_faults(records: Records, name: str) -> Iterator[str]:
             elif code.name == "GLOBAL" and not _GLOBALS.fullmatch(str(argument)):
                 yield f"names {str(argument)[:80]!r}"
     except (ValueError, IndexError):  # genops raises these for an unreadable pickle
-        yield "is not a whole pickle"
+        yield "is not a complete pickle"

@@ -46,7 +46,7 @@ class Records:
 
 def refused(path: Path, reason: str) -> EngineError:
     """Return the error for a file that must not be loaded."""
-    return EngineError(f"{path}: refused before it was loaded, because {reason}; this project writes no such file")
+    return EngineError(f"{path}: refused before loading, because {reason}; this project does not write such files")
 
 
 def open_records(path: Path, compressed: str | None = None) -> Records:
@@ -69,7 +69,7 @@ def open_records(path: Path, compressed: str | None = None) -> Records:
         raise
     # zipfile raises BadZipFile, NotImplementedError, struct.error, UnicodeDecodeError …, torch RuntimeError.
     except Exception as error:  # noqa: BLE001
-        raise refused(path, f"it is not a whole zip file ({_first_line(error)})") from None
+        raise refused(path, f"it is not a complete zip file ({_first_line(error)})") from None
     if sorted(seen) != sorted(names):
         raise refused(path, "torch and Python find different records in it")
     return Records(path, frozenset(names), reader)
@@ -83,7 +83,7 @@ def _names(path: Path, archive: zipfile.ZipFile, compressed: str | None) -> list
     roots = {entry.orig_filename.partition("/")[0] for entry in entries}
     names = [entry.orig_filename.partition("/")[2] for entry in entries]
     if len(roots) != 1:
-        raise refused(path, "its records lie in more than one folder")
+        raise refused(path, "its records are in more than one folder")
     for entry, name in zip(entries, names, strict=True):
         if not _RECORD.fullmatch(name) or {".", ".."} & set(name.split("/")):
             raise refused(path, f"it has a record with the name {entry.orig_filename[:80]!r}")
@@ -107,7 +107,7 @@ def _check_layout(path: Path, archive: zipfile.ZipFile) -> None:
     entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
     ends = [*(entry.header_offset for entry in entries[1:]), archive.start_dir]
     if entries[0].header_offset != 0:
-        raise refused(path, "something lies before its first record")
+        raise refused(path, "there is data before its first record")
     for entry, end in zip(entries, ends, strict=True):
         stream.seek(entry.header_offset)
         header = stream.read(_LOCAL)
@@ -115,9 +115,9 @@ def _check_layout(path: Path, archive: zipfile.ZipFile) -> None:
         name = stream.read(name_length)
         used = entry.header_offset + _LOCAL + name_length + extra_length + entry.compress_size
         if signature != b"PK\3\4" or method != entry.compress_type or name != entry.orig_filename.encode():
-            raise refused(path, f"its record {entry.orig_filename} has a header that its directory does not know")
+            raise refused(path, f"its record {entry.orig_filename} has a header that differs from its directory")
         if end - used not in _DESCRIPTORS:
-            raise refused(path, f"something lies behind its record {entry.orig_filename}")
+            raise refused(path, f"there is data after its record {entry.orig_filename}")
     stream.seek(archive.start_dir)
     rest = stream.read()
     position = 0
@@ -128,7 +128,7 @@ def _check_layout(path: Path, archive: zipfile.ZipFile) -> None:
         position += 46 + name_length + extra_length
     tail, directory_end = rest[position:], archive.start_dir + position
     if len(tail) not in (_END, _TAIL64):
-        raise refused(path, "something lies behind its directory")
+        raise refused(path, "there is data after its directory")
     signature, disk, first_disk, here, total, size, offset, comment = struct.unpack("<4s4H2IH", tail[-_END:])
     wide = len(tail) == _TAIL64
     counts, sizes, offsets = {len(entries)}, {position}, {archive.start_dir}
@@ -142,7 +142,7 @@ def _check_layout(path: Path, archive: zipfile.ZipFile) -> None:
         whole = whole and record[6:] == (len(entries), len(entries), position, archive.start_dir)
         whole = whole and locator == (b"PK\6\7", 0, directory_end, 1)
     if not whole:
-        raise refused(path, "the end of its directory says something else than the directory")
+        raise refused(path, "the end of its directory contradicts the directory")
 
 
 def _first_line(error: Exception) -> str:

@@ -21,7 +21,7 @@ from .predictor import PassedOver, Predictor
 
 _LOG = logging.getLogger(__name__)
 #: Why an execution for CUDA does not run without a GPU. It is not worth a report.
-NO_GPU = "it runs on a GPU, and none was assigned here"
+NO_GPU = "it needs a GPU, and none was assigned to this worker"
 
 
 def open_served(folder: Path, gpu: int | None) -> tuple[Predictor, Serving]:
@@ -45,7 +45,7 @@ def open_served(folder: Path, gpu: int | None) -> tuple[Predictor, Serving]:
     card = read_card(folder)  # the files themselves are checked before one is opened
     serving = read_serving(folder)
     if serving is None:
-        raise CardError(f"{folder}: there is no {SERVING_FILE}, which says what runs it; pack it again")
+        raise CardError(f"{folder}: there is no {SERVING_FILE}, which lists its engines; pack it again")
     predictor = first_working(
         card.name, serving, lambda execution, passed: _open(folder, execution, gpu, serving, passed)
     )
@@ -83,8 +83,8 @@ def first_working(
         if serving.strict:
             break
     reasons = "; ".join(f"{entry.execution}: {entry.reason}" for entry in passed)
-    rule = f" ({SERVING_FILE} is strict: nothing else may)" if serving.strict else ""
-    raise EngineError(f"{name}: what should run it does not work here{rule}: {reasons}")
+    rule = f" ({SERVING_FILE} is strict, so no other engine may run it)" if serving.strict else ""
+    raise EngineError(f"{name}: its engine does not work here{rule}: {reasons}")
 
 
 def _open(
@@ -122,7 +122,9 @@ def _add_decoder(predictor: Predictor, serving: Serving) -> None:
         predictor.decoder = open_decoder(serving.decoder, predictor.device)
     except (EngineError, UserError) as error:
         if serving.strict:
-            raise EngineError(f"{predictor.card.name}: {error} ({SERVING_FILE} is strict: nothing else may)") from None
+            raise EngineError(
+                f"{predictor.card.name}: {error} ({SERVING_FILE} is strict, so no other engine may run it)"
+            ) from None
         predictor.passed_over = (*predictor.passed_over, PassedOver(f"decoder {serving.decoder}", str(error)))
 
 
@@ -137,7 +139,7 @@ def _execution_name(execution: Execution) -> str:
 def _log(predictor: Predictor) -> None:
     facts = predictor.describe()
     _LOG.info(
-        "%s: runs by %s (%s, threads: %d)",
+        "%s: runs with %s (%s, threads: %d)",
         facts["artifact"],
         facts["execution"],
         facts["provider"],
@@ -145,7 +147,7 @@ def _log(predictor: Predictor) -> None:
     )
     if facts["decoder"] != CPU:
         _LOG.warning(
-            "%s: images are decoded by %s, with other pixels than its accuracy was measured on",
+            "%s: images are decoded by %s; its accuracy was measured with another decoder, so pixels differ",
             facts["artifact"],
             facts["decoder"],
         )

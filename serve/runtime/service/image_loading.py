@@ -16,7 +16,7 @@ from ..images.headers import Header, faults_named, read_header
 from ..images.image_preprocessing import decode, fit
 
 #: A fault of the server, not of the image: under less load it would be answered.
-NO_MEMORY = Refusal(503, "the server has too little memory for the image now: try again later")
+NO_MEMORY = Refusal(503, "the server does not have enough memory for the image now: try again later")
 
 
 def load_within(

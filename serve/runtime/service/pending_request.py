@@ -20,8 +20,8 @@ from .stages import Stages
 #: Pixels from which an image may not take the last idle decode thread from smaller ones. More than phones produce.
 LARGE = 16_000_000
 
-LATE = Refusal(504, "the request's deadline passed before it was computed")
-FAILED = Refusal(500, "the server failed on the image; its log says why")
+LATE = Refusal(504, "the request's deadline passed before the server computed it")
+FAILED = Refusal(500, "the server failed on the image; see the reason in its log")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from .image_loading import NO_MEMORY, load_within
 _LOG = logging.getLogger(__name__)
 
 # NaN and infinity cannot be ranked or written as JSON. A single image may cause them: half precision overflows.
-_NOT_FINITE = Refusal(500, "the network gave no finite numbers (NaN or infinity) for the image")
+_NOT_FINITE = Refusal(500, "the network returned NaN or infinity for the image")
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Predictor(Described):
         except Exception as error:  # noqa: BLE001 - a library may raise anything
             if is_lost(error) or not device_answers(self.device):
                 raise BrokenError(
-                    f"{self.card.name}: {self.device} is lost to this process: {one_line(error)}"
+                    f"{self.card.name}: {self.device} can no longer be used by this process: {one_line(error)}"
                 ) from None
             refusal = NO_MEMORY if lacks_memory(error) else Refusal(500, f"the engine failed: {one_line(error)}")
             if len(images) == 1:

@@ -73,8 +73,8 @@ def parse(
         if not request_type or request_type.startswith("application/x-www-form-urlencoded"):
             came = f"as {request_type[:60]}" if request_type else "without a content type"
             raise RequestError(
-                f"the server took the body for a web form, in which an image is lost, because it came {came}: send "
-                "the header 'Content-Type: image/jpeg', or use curl's -T FILE instead of --data-binary"
+                f"the server read the body as a web form and found no image, because it was sent {came}: send the "
+                "header 'Content-Type: image/jpeg', or use curl's -T FILE instead of --data-binary"
             )
         raise RequestError(f"the request has no image: send it as the body or as the multipart field 'data'{found}")
     if isinstance(body, str):  # TorchServe decodes text/* bodies, and JSON, which may be a single text
@@ -92,7 +92,7 @@ def parse(
 def two_images() -> RequestError:
     """Return the error for a form with several parts that may be the image."""
     return RequestError(
-        "the form has more than one part 'data' or 'body': send a request for each image, or all of them as JSON, as "
+        "the form has more than one part 'data' or 'body': send one request for each image, or all images as JSON: "
         '{"instances": [{"b64": "<base64 of an image>"}, …]}'
     )
 
@@ -174,7 +174,7 @@ def _instances(document: object, limit: int) -> tuple[bytes | Refusal, ...]:
     if not instances:
         raise RequestError(f"the list of instances is empty: {shape}")
     if len(instances) > limit:
-        raise RequestError(f"{len(instances)} instances in one request; at most {limit} are taken")
+        raise RequestError(f"{len(instances)} instances in one request; the limit is {limit}")
     return tuple(_image(instance, index) for index, instance in enumerate(instances))
 
 

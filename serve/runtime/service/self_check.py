@@ -30,7 +30,7 @@ def check_known(service: Service, known: KnownAnswer, where: Path) -> str:
     answered = service.submit(Request((known.image,), k=classes, listed=False)).result(timeout=_ANSWER_S)
     outcome = answered.outcomes[0]
     if isinstance(outcome, Refusal):
-        raise CardError(f"{where}: its known image is refused: {outcome.message}")
+        raise CardError(f"{where}: the server refused its known image: {outcome.message}")
     try:
         return known.seen_in({label.index: label.probability for label in outcome})
     except CardError as error:

@@ -120,7 +120,7 @@ class Service:
     def full(self) -> str | None:
         """Why no further request is accepted now. None: it is. `submit` refuses it then; a caller may check first."""
         count = len(self._accepted)
-        return f"{count} requests wait already: try again later" if count >= self.queue_limit else None
+        return f"{count} requests are already waiting: try again later" if count >= self.queue_limit else None
 
     @property
     def broken(self) -> str | None:

@@ -144,7 +144,7 @@ def test_a_full_disk_and_ctrl_c_are_one_line(tmp_path, monkeypatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("optimize.run.pipeline.run", full)
-    assert "model_store/x: No space left on device; free some, or name another --store" in refused("run", TINY)
+    assert "model_store/x: No space left on device; free some space, or choose another --store" in refused("run", TINY)
     monkeypatch.setattr("optimize.run.pipeline.run", interrupt)
     result = invoke("run", TINY)
     assert (result.exit_code, result.stdout) == (130, "")
@@ -457,7 +457,5 @@ def test_an_option_that_is_given_nothing_is_refused_and_does_not_mean_this_folde
     result = invoke(*words)
     option = words[1] if words[0] == "list" else words[2]
     assert result.exit_code == 2
-    assert result.stderr == (
-        f"error: {option.rstrip('=')} is given nothing: leave it out, or write a value behind it\n"
-    )
+    assert result.stderr == (f"error: {option.rstrip('=')} has no value: leave it out, or give it a value\n")
     assert result.stdout == ""

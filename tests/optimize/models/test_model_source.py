@@ -222,7 +222,7 @@ def test_declared_preprocessing_is_taken(write):
         ('{"resize": 32}', "lacks 'crop'"),
         (
             '{"resize": 32, "crop": [32, 32], "size": 1}',
-            r"PREPROCESSING\['size'\]: unknown.*known are resize, crop",
+            r"PREPROCESSING\['size'\]: unknown.*known: resize, crop",
         ),
         ('{"resize": 32, "crop": [32, 32, 3]}', r"'crop'\]: must be whole pixels.*it is \[32, 32, 3\]"),
         ('{"resize": 32.5, "crop": 32}', r"'resize'\]: must be a whole number.*it is 32.5"),

@@ -181,7 +181,7 @@ def test_a_class_whose_name_no_card_can_hold_is_refused_when_the_data_is_opened(
         for number in range(5):
             Image.new("RGB", (8, 8), (number, 1, 2)).save(folder / f"{number}.png")
     job = Job(model=f"{TINY_NET}:tiny", store=tmp_path / "store", data=f"imagefolder:{tmp_path}/lights")
-    with pytest.raises(UserError, match=r"lights: a class has characters that are not text: .*--classes FILE"):
+    with pytest.raises(UserError, match=r"lights: a class has characters that are not valid text: .*--classes FILE"):
         open_job(job, optimize.listener.SILENT)
 
 

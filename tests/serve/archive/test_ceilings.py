@@ -125,4 +125,4 @@ def test_the_command_refuses_in_one_line_and_starts_nothing(folder: Path, tmp_pa
     found = programs.run("serve", "run", str(archive), "--port", "0", "--store", str(tmp_path / "store"))
     assert found.returncode == 1
     assert "Traceback" not in found.stderr
-    assert "asks for image_pixels 1_099_511_627_776, and this server allows at most 200_000_000" in found.stderr
+    assert "asks for image_pixels 1_099_511_627_776, but this server allows at most 200_000_000" in found.stderr

@@ -27,7 +27,7 @@ class Paint(Config):
 
 
 def test_an_unknown_setting_names_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"^Paint: color: unknown \(did you mean colour\?\); known are colour, width$"):
+    with pytest.raises(UserError, match=r"^Paint: color: unknown \(did you mean colour\?\); known: colour, width$"):
         Paint(color="red")
 
 
@@ -64,7 +64,7 @@ def test_help_shows_each_setting_with_its_meaning_in_a_screenful(kind: type[Conf
         assert field.description, f"{kind.__name__}.{name} has no description"
         told = " ".join(field.description.replace("|", " ").split()) in squeezed
         inherited = kind is not opt.Training and field.description == usual_training.get(name)
-        assert told or (inherited and "as opt.Training has them, which describes them" in squeezed)
+        assert told or (inherited and "see opt.Training for their descriptions" in squeezed)
         assert f" = {getattr(kind(), name)!r}".replace("|", " ") in squeezed
 
 

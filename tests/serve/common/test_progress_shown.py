@@ -92,6 +92,6 @@ def test_a_stop_that_waits_shows_for_how_long(store: Path, drawn: Drawn) -> None
         result = CliRunner().invoke(app, ["stop", "--store", str(store)])
         done.join()
     assert result.exit_code == 0, result.output
-    assert "waiting for its end" in result.stdout
+    assert "waiting until it ends" in result.stdout
     assert "stop" in {name for name, _, _ in drawn.drawn}
     assert not drawn.shown

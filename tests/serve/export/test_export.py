@@ -509,7 +509,7 @@ def test_what_a_target_cannot_open_is_refused(store: Path, tmp_path: Path) -> No
     run = CliRunner().invoke
     base = ["export", "small", "--store", str(store), "--out", str(tmp_path / "out")]
     for words, message in {
-        ("--to", "triton", "--artifact", "script"): "script is a torchscript file, and triton is given onnx files only",
+        ("--to", "triton", "--artifact", "script"): "script is a torchscript file, but triton takes only onnx files",
         ("--to", "nomad"): "unknown export target 'nomad'",
         ("--to", "kubernetes"): "several artifacts for this: say --artifact onnx or script",
         ("--to", "kubernetes", "--artifact", "onyx"): "did you mean onnx",

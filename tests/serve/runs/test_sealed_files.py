@@ -71,7 +71,7 @@ def test_what_is_missing_and_what_is_not_of_the_run_is_named(tmp_path: Path) -> 
     (folder / "report.html").unlink()
     (folder / "report.html").mkdir()
     assert named(folder) == ["artifacts/a/known.json", "artifacts/a/link", "artifacts/a/stray/file", "report.html"]
-    with pytest.raises(SealError, match=r"known\.json: missing \(and 2 more: `.* -m optimize verify small .*` names"):
+    with pytest.raises(SealError, match=r"known\.json: missing \(and 2 more: `.* -m optimize verify small .*` lists"):
         sealed_files.require(folder, "artifacts/a")
     sealed_files.require(folder, "report.json")
 

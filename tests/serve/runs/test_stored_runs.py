@@ -109,9 +109,9 @@ def test_what_this_machine_cannot_run_is_left_out_and_named_unless_nothing_else_
     found = stored_runs.select(two_runs, [stored_runs.find_target("a")], ["all"], "cpu")
     assert list(found.archives) == ["a-x"]
     assert "not an archive of this project" in found.left_out["a-b-c"]
-    with pytest.raises(UserError, match=r"nothing of what was asked for .* \(a/gpu: it runs on CUDA only\)"):
+    with pytest.raises(UserError, match=r"the models cannot be served here \(a/gpu: it runs on CUDA only\)"):
         chosen(two_runs, "a/gpu")
-    with pytest.raises(UserError, match=r"one of what was asked for .* \(a/gpu: it runs on CUDA only\)"):
+    with pytest.raises(UserError, match=r"some models cannot be served here \(a/gpu: it runs on CUDA only\)"):
         chosen(two_runs, "a/gpu", "a/x", strict=True)
 
 
@@ -119,7 +119,7 @@ def test_what_this_machine_cannot_run_is_left_out_and_named_unless_nothing_else_
     ("words", "message"),
     [
         (("a", "a-b"), "a/b-c and a-b/c would both be called a-b-c: give one another name, as in NAME=a-b/c"),
-        (("a/y",), "there is no such archive; a has b-c, gpu, x"),
+        (("a/y",), "there is no such archive; the archives of a are b-c, gpu, x"),
         (("mine=a-c",), "there is no run 'a-c' (did you mean a or a-b?)"),
     ],
 )
@@ -134,7 +134,7 @@ def test_models_have_one_name_each_and_what_is_not_there_is_named(
 def test_a_run_that_recommends_nothing_asks_for_a_name(two_runs: Path) -> None:
     layout.report_path(two_runs, "a").unlink()
     (two_runs / "a" / layout.SEAL_FILE).unlink()
-    with pytest.raises(UserError, match=r"name one, as in a/b-c, or all with --artifact all; it has b-c, gpu, x"):
+    with pytest.raises(UserError, match=r"choose one, such as a/b-c, or all with --artifact all; it has b-c, gpu, x"):
         chosen(two_runs, "a")
 
 

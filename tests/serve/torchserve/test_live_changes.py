@@ -149,9 +149,9 @@ def test_a_model_that_cannot_be_loaded_is_left_out_and_named_and_the_others_are_
     running = the(store)
     assert running.default_model == "one-script", "not the one that was named first"
     reason = running.left_out["one-broken"]
-    assert reason.startswith("the worker of one-broken died while it loaded (")
-    assert "is not a whole zip file" in reason
-    assert "onnxruntime-cuda: it runs on a GPU, and none was assigned here" in running.left_out["one-cuda"]
+    assert reason.startswith("the worker of one-broken died while it was loading (")
+    assert "is not a complete zip file" in reason
+    assert "onnxruntime-cuda: it needs a GPU, and none was assigned to this worker" in running.left_out["one-cuda"]
     with running.client(store) as client:
         assert client.models() == ["one-script"]
         assert client.ping() == "Healthy"
@@ -166,11 +166,11 @@ def test_a_model_of_another_run_is_added_replaced_and_removed_while_requests_go_
     with Senders(store, before, "one-script") as senders:
         added = command("add", "second=two/script", "--store", store)
         assert added.returncode == 0, added.stderr
-        unknown = "not asked for a known answer: {} (its archive has no known.json)\n"
+        unknown = "known answer not checked: {} (its archive has no known.json)\n"
         assert added.stdout == "ready: second\n" + unknown.format("second")
         replaced = command("replace", "one-script", "two/script", "--k", "2", "--store", store)
         assert replaced.returncode == 0, replaced.stderr
-        assert replaced.stdout == "replaced: one-script is two/script, version 2.0\n" + unknown.format("one-script")
+        assert replaced.stdout == "replaced: one-script is now two/script, version 2.0\n" + unknown.format("one-script")
         assert passed_over(store) == set(), "of the version that is gone"
         live_changes.replace(store, "one-script", layout.archive_path(store, "one", "script"))
     assert set(senders.statuses) == {200}, (senders.statuses, senders.errors[:3])
@@ -187,7 +187,7 @@ def test_a_model_of_another_run_is_added_replaced_and_removed_while_requests_go_
     assert running == read_state(store)
     assert [model.unchecked for model in running.served] == ["", "its archive has no known.json"]
     told = command("status", "--store", store).stdout.splitlines()
-    assert told.count("    not asked for a known answer: its archive has no known.json") == 1
+    assert told.count("    known answer not checked: its archive has no known.json") == 1
     with running.client(store) as client:
         assert client.versions("one-script") == ["3.0"], "the old ones are gone"
         assert len(client.workers("one-script")) == 2
@@ -215,18 +215,21 @@ def test_what_a_removed_model_had_accepted_is_answered_and_the_server_goes_on(st
     assert children_of(the(store), 2) < before
     last = invoked("remove", "one-script", "--store", store)
     assert last.returncode == 2
-    assert "no model would be left: stop the server instead" in last.stderr
+    assert "this would remove the last model: stop the server instead" in last.stderr
 
 
 def test_a_model_that_does_not_come_up_changes_nothing(store: Path) -> None:
     before = the(store)
     packed(store, "wrong", "script", raised=50.0)
-    died, known = "died while it loaded", "its known image is not answered as when it was measured by torchscript"
+    died, known = (
+        "died while it was loading",
+        "its answer to its known image differs from the one measured with torchscript",
+    )
     for words, *said in (
-        (["add", "one/broken"], died, "is not a whole zip file"),
-        (["replace", "one-script", "one/broken"], died, "is not a whole zip file"),
+        (["add", "one/broken"], died, "is not a complete zip file"),
+        (["replace", "one-script", "one/broken"], died, "is not a complete zip file"),
         (["replace", "one-script", "wrong/script"], died, known),
-        (["add", "two/script", "--require-known"], "cannot be checked before it is served"),
+        (["add", "two/script", "--require-known"], "cannot be checked before serving"),
     ):
         ended = invoked(*words, "--store", store)
         assert ended.returncode == 1
@@ -245,7 +248,10 @@ def test_an_answer_that_is_not_the_known_one_when_it_comes_over_http_is_no_readi
     running = the(store)
     (model,) = (model for model in running.served if model.name == "one-script")
     log = Log.from_now(state_folder(store) / "logs")
-    with running.client(store) as client, pytest.raises(StartError, match="has loaded, but its known image is not"):
+    with (
+        running.client(store) as client,
+        pytest.raises(StartError, match="is loaded, but the answer to its known image differs"),
+    ):
         wait_until_ready(
             psutil.Process(running.pid), client, log, {model.name: Awaited(model.version, known)}, deadline_s=20
         )
@@ -320,10 +326,10 @@ def test_what_a_change_that_was_killed_has_left_goes_with_the_next_one(store: Pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("add", "one-script=two/script"), "a model is served as one-script already: replace it with"),
-        (("replace", "third"), "no model 'third' is served; there are one-script"),
-        (("remove", "third"), "no model 'third' is served; there are one-script"),
-        (("add", "two/scrip"), "there is no such archive; two has script"),
+        (("add", "one-script=two/script"), "a model is already served as one-script: replace it with"),
+        (("replace", "third"), "no model 'third' is served; the models are one-script"),
+        (("remove", "third"), "no model 'third' is served; the models are one-script"),
+        (("add", "two/scrip"), "there is no such archive; the archives of two are script"),
     ],
 )
 def test_a_mistake_is_one_line_and_changes_nothing(words: tuple[str, ...], message: str, store: Path) -> None:

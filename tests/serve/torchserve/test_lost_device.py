@@ -83,6 +83,6 @@ def test_a_worker_that_lost_its_device_is_replaced_by_one_that_answers(tmp_path:
             (after,) = client.workers(name)
             assert after["pid"] != before["pid"]
             logs = "".join(path.read_text() for path in (state_folder(store) / "logs").glob("*.log"))
-            assert "is lost to this process: RuntimeError: CUDA error: an illegal memory access" in logs
+            assert "can no longer be used by this process: RuntimeError: CUDA error: an illegal memory access" in logs
     finally:
         server.stop(store)

@@ -193,7 +193,7 @@ def test_java_runs_our_main_as_it_was_compiled_before(operated: Operated) -> Non
     ("given", "message"),
     [
         ({"queue": 0}, "--queue must be between 1 and"),
-        ({"body_mb": 64, "held_mb": 63}, r"--held-mb must be --body-mb \(64\) or more"),
+        ({"body_mb": 64, "held_mb": 63}, r"--held-mb must be at least --body-mb \(64\)"),
     ],
 )
 def test_limits_that_cannot_be_kept_are_refused(given: dict[str, int], message: str) -> None:

@@ -75,7 +75,7 @@ def test_a_server_of_another_pid_namespace_is_running_and_is_not_stopped_from_he
     standing.record(namespace="pid:[1]", pid=7)
     found = server.running(standing.store)
     assert found is not None
-    with pytest.raises(UserError, match=r"cannot be stopped from here: it is process 7 of another PID namespace"):
+    with pytest.raises(UserError, match=r"cannot be stopped from here: it is process 7 in another PID namespace"):
         server.stop(standing.store)
     assert Path(standing.state.temporary).is_dir()
     assert (standing.folder / "state.json").is_file()
@@ -102,7 +102,7 @@ def test_from_inside_a_pid_namespace_the_server_outside_is_seen_and_left_alone(s
 
 def test_a_process_that_cannot_be_looked_into_is_not_taken_for_gone(standing: Standing) -> None:
     standing.record(nonce="what its command line would say, if it could be read")
-    with pytest.raises(UserError, match="cannot be looked into: it may be another user's"):
+    with pytest.raises(UserError, match="cannot be inspected: it may belong to another user"):
         server.stop(standing.store)
     assert Path(standing.state.temporary).is_dir()
 
@@ -115,7 +115,7 @@ def test_a_living_server_whose_record_is_lost_is_named_and_nothing_is_cleaned(st
         lambda: server.start(standing.store, {"small-x": archive}),
         lambda: server.stop(standing.store),
     ):
-        with pytest.raises(UserError, match=rf"is alive \(process {standing.process.pid}\)"):
+        with pytest.raises(UserError, match=rf"is running \(process {standing.process.pid}\)"):
             act()
     assert Path(standing.state.temporary).is_dir()
     assert (standing.folder / "state.json").is_file()

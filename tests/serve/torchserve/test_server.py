@@ -75,9 +75,9 @@ def onnx_for_cuda(folder: Path) -> Path:
 def test_a_worker_that_dies_at_load_ends_the_start_with_its_own_last_lines(tmp_path: Path) -> None:
     store, archives = archived(broken_script(tmp_path / "small" / "artifacts" / "dying"))
     before = time.monotonic()
-    with pytest.raises(StartError, match="worker of small-dying died while it loaded") as caught:
+    with pytest.raises(StartError, match="worker of small-dying died while it was loading") as caught:
         server.start(store, archives, ports=free_ports(), gpus=0)
-    assert "is not a whole zip file" in str(caught.value)
+    assert "is not a complete zip file" in str(caught.value)
     assert time.monotonic() - before < 90
     assert server.running(store) is None
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(store) in " ".join(p.info["cmdline"] or [])]
@@ -107,7 +107,7 @@ def test_others_than_this_machine_are_let_in_only_where_that_is_said(tmp_path: P
         "127.0.0.2",
     ]
     assert check_host("0.0.0.0", expose=True) == "0.0.0.0"
-    with pytest.raises(UserError, match=r"--host 0\.0\.0\.0 lets others than this machine in: say so with --expose"):
+    with pytest.raises(UserError, match=r"--host 0\.0\.0\.0 accepts connections from other machines: add --expose"):
         check_host("0.0.0.0", expose=False)
     with pytest.raises(UserError, match="--host must be an IPv4 address"):
         check_host("my.host", expose=True)
@@ -143,22 +143,25 @@ def test_who_lets_others_in_is_told_what_they_reach_and_what_they_do_not(
     monkeypatch.setattr(server, "start", started)
     ended = invoked("start", "small", "--store", store, "--artifact", "script", "--port", "8099", *words)
     assert ended.returncode == 0, ended.stderr
-    told = [line for line in ended.stdout.splitlines() if line.startswith("open to")]
+    told = [line for line in ended.stdout.splitlines() if line.startswith("everyone who can reach")]
     if opened is None:
         assert not told
         assert asked[0].startswith("127.")
         return
     assert asked == [opened]
     assert told == [
-        f"open to whoever reaches http://{opened}:8099: predictions, which ask for the token, and without encryption; "
-        "put a proxy with TLS before it. All other ports are on loopback"
+        f"everyone who can reach http://{opened}:8099 can send requests; they need the token, but are not encrypted: "
+        "put a proxy with TLS in front. All other ports are on loopback"
     ]
     assert "metrics: http://127.0.0.1:8082/metrics" in ended.stdout.splitlines()
     here = "127.0.0.1" if opened == "0.0.0.0" else opened
     assert ended.stdout.splitlines()[-1].endswith(f"http://{here}:8099/predictions/{model}")
     refused = invoked("start", "small", "--store", store, "--artifact", "script", "--host", opened)
     assert refused.returncode == 2
-    assert refused.stderr == f"error: --host {opened} lets others than this machine in: say so with --expose\n"
+    assert (
+        refused.stderr
+        == f"error: --host {opened} accepts connections from other machines: add --expose if you want that\n"
+    )
     assert asked == [opened], "nothing was started"
 
 
@@ -323,7 +326,7 @@ def test_help_says_of_each_setting_what_it_means_and_what_it_usually_is_on_two_s
         description = ServingOptions.model_fields[field].description
         assert description is not None
         assert f" {flag} {description[:60]}" in words
-    assert "Most images that go through the network together. [default: 16; 1<=x<=1024]" in words
+    assert "Largest number of images in one batch. [default: 16; 1<=x<=1024]" in words
     assert set(ServingOptions.model_fields) - {"engines", "options"} <= {
         word.replace("-", "_") for word in re.findall(r"--([a-z-]+)", shown)
     }
@@ -357,12 +360,15 @@ def test_ctrl_c_during_start_stops_the_server_and_says_so(tmp_path: Path) -> Non
     ("words", "message"),
     [
         (("start", "smal"), "did you mean small?"),
-        (("start", "small", "--artifact", "none"), "small has "),
+        (("start", "small", "--artifact", "none"), "the archives of small are "),
         (("start", "small", "--device", "tpu"), "auto, cpu or cuda"),
         (("package", "nothing"), "there is no run 'nothing'"),
         (("package", "small", "--engine", "openvin"), "unknown engine 'openvin' (did you mean openvino"),
         (("package", "small", "--engine", "onnxruntime[cuda]"), "onnxruntime runs on cpu, not on cuda"),
-        (("start", "small", "--artifact", "script", "--engine", "openvino"), "openvino opens no artifact of small"),
+        (
+            ("start", "small", "--artifact", "script", "--engine", "openvino"),
+            "openvino cannot open any artifact of small",
+        ),
         (("package", "small", "--option", "openvino=f32"), "--option must be ENGINE.NAME=VALUE"),
         (("package", "small", "--option", "openvino.precision=32"), "must be of type str, found 32"),
         (("package", "small", "--buckets", "1;2"), "--buckets must be whole numbers"),

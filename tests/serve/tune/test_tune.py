@@ -74,7 +74,7 @@ def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(
     first, second, *asking, last = said
     assert len(asking) == bool(turns)
     for line in asking:
-        assert re.fullmatch(r"asking the best and the present way in turns …; about \d+ s left", line)
+        assert re.fullmatch(r"comparing the best and the present settings in turns …; about \d+ s left", line)
     assert re.fullmatch(rf"{re.escape(describe(usual))}: {re.escape(found.usual.outcome)}; about \d+ s left", first)
     assert second.startswith(f"{describe(dataclasses.replace(usual, batch_size=2))}: ")
     assert last == "measuring the curve …"
@@ -112,8 +112,8 @@ def test_torchserve_is_started_as_each_way_says_and_asked(tmp_path: Path) -> Non
         (["--objective", "fast"], "--objective must be throughput or latency, got 'fast'"),
         (["--server", "nginx"], "--server must be own or torchserve, got 'nginx'"),
         (["--rate", "-1"], "--rate must be above 0"),
-        (["--rate", "50"], "--rate 50 is of --objective latency"),
-        (["--short", "--seconds", "8"], "--seconds 8 with --short"),
+        (["--rate", "50"], "--rate 50 needs --objective latency"),
+        (["--short", "--seconds", "8"], "--seconds 8 cannot be used with --short"),
         ([], "there is no run 'none'"),
     ],
 )

@@ -336,7 +336,7 @@ def test_a_full_queue_is_told_at_once(served: Served, artifact: Path) -> None:
         def submit(self, request: Any, *, deadline: float | None = None, here: bool = False) -> Future[Any]:
             from serve.runtime.service.service import QueueFull
 
-            raise QueueFull("256 requests wait already: try again later")
+            raise QueueFull("256 requests are already waiting: try again later")
 
     service: Any = Full(served)
     full = Served("tiny", "1.0", served.predictor, served.serving, service)
@@ -452,7 +452,7 @@ def test_a_model_is_described_as_the_handler_does_with_how_it_stands_here(
     listed = ask(application(served), "GET", "/models").json()["models"]
     assert [(entry["modelName"], entry["ready"]) for entry in listed] == [("tiny", True), ("later", False)]
     assert listed[0]["unchecked"] == "its archive has no known.json"
-    assert told["checked"][-1] == "not asked for a known answer: its archive has no known.json"
+    assert told["checked"][-1] == "known answer not checked: its archive has no known.json"
 
 
 def test_a_fault_of_a_route_is_a_500_that_names_the_request_and_no_more(

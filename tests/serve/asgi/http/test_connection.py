@@ -47,7 +47,7 @@ def test_a_full_queue_is_told_before_the_body_is_sent_and_the_connection_goes_on
     refused, after = asyncio.run(ask())
     assert refused.startswith(b"HTTP/1.1 503 ")
     assert b"retry-after: 1" in refused
-    assert b"stuck: 256 requests wait already" in refused
+    assert b"stuck: 256 requests are already waiting" in refused
     assert after.startswith(b"HTTP/1.1 200 ")
 
 
@@ -637,7 +637,7 @@ def test_where_memory_is_short_for_what_comes_that_is_told_and_not_a_fault_of_th
     told, after = asyncio.run(run())
     assert told.startswith(b"HTTP/1.1 503 ")
     assert b"retry-after: 1" in told
-    assert b"too little memory" in told
+    assert b"not have enough memory" in told
     assert after.startswith(b"HTTP/1.1 200 " if where == "on_body" else b"")
 
 
@@ -654,4 +654,4 @@ def test_where_memory_is_short_for_a_request_it_gets_503() -> None:
 
     told = asyncio.run(run())
     assert told.startswith(b"HTTP/1.1 503 ")
-    assert b"too little memory" in told
+    assert b"not have enough memory" in told

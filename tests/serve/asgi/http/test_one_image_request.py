@@ -177,7 +177,7 @@ def fails(error: Exception) -> Callable[[], Stuck]:
 @pytest.mark.parametrize(
     ("service", "status", "kinds"),
     [
-        (refuses(QueueFull("9 requests wait already")), 503, ("queue-full",)),
+        (refuses(QueueFull("9 requests are already waiting")), 503, ("queue-full",)),
         (refuses(BrokenError("the device is lost")), 500, ("engine",)),
         (refuses(MemoryError()), 503, ("memory",)),
         (fails(ValueError("of a library")), 500, ("engine",)),

@@ -223,8 +223,8 @@ def test_a_pipe_in_the_place_of_the_file_holds_nobody_up(tmp_path: Path, caplog:
     tokens.path.unlink()
     os.mkfifo(tokens.path, mode=0o600)
     assert accepted(tokens, f"Bearer {A}")
-    assert "no regular file" in caplog.text
-    with pytest.raises(UserError, match="no regular file"):
+    assert "not a regular file" in caplog.text
+    with pytest.raises(UserError, match="not a regular file"):
         Tokens(tokens.path)
 
 
@@ -361,7 +361,10 @@ def test_a_form_that_is_none_or_was_cut_is_refused(noise: bytes, length: int) ->
         ("models: {null: [{archive: a.mar}]}", "must be text, and YAML reads one as None: put it in quotes"),
         ("models: {1.0: [{archive: a.mar}]}", r"must be text, and YAML reads one as 1\.0: put it in quotes"),
         ("models: {m: [{archive: n=a.mar}]}", "n=a.mar: there is no such archive; .* by its keys, and not by NAME="),
-        ("models: {m: [{archive: n=run/ptq}]}", "n=run/ptq: a file of models names them by its keys, and not by NAME="),
+        (
+            "models: {m: [{archive: n=run/ptq}]}",
+            "n=run/ptq: in a file of models the keys are the names: leave out NAME=",
+        ),
         (f"models: {{m: [{{archive: {'a' * 300}.mar}}]}}", "a.mar: cannot be read .File name too long"),
     ],
 )

@@ -203,7 +203,7 @@ def test_a_process_that_is_killed_costs_only_its_own_connections_and_comes_back(
     time.sleep(0.5)
     os.kill(killed, signal.SIGKILL)
     server.await_line(": ready again")
-    assert "was ended by SIGKILL; another is started" in server.await_line("SIGKILL")
+    assert "was ended by SIGKILL; starting another" in server.await_line("SIGKILL")
     stop.set()
     for thread in threads:
         thread.join()
@@ -231,14 +231,14 @@ def test_a_process_that_is_stopped_is_replaced_and_does_not_keep_the_server_from
         for number in (stopped, pids(ending, "v1").most_common()[0][0]):
             os.kill(number, signal.SIGSTOP)
         ending.process.send_signal(signal.SIGTERM)
-        assert "another is started in 1 s" in server.await_line("did not answer for 30 s and was killed")
+        assert "starting another in 1 s" in server.await_line("did not answer for 30 s; it was killed")
         server.await_line(": ready again")
         now = pids(server, "v1")
         assert len(now) == 2
         assert other in now
         assert stopped not in now
         assert ending.process.wait(60) == 128 + signal.SIGKILL
-        assert sum("did not answer for 30 s and was killed" in line for line in ending.lines) == 1
+        assert sum("did not answer for 30 s; it was killed" in line for line in ending.lines) == 1
 
 
 def test_where_the_first_process_is_killed_the_others_end(archives: Path) -> None:
@@ -309,9 +309,9 @@ def test_as_many_serve_as_an_archive_asks_for_workers(
         cores = len(os.sched_getaffinity(0))
         asks = "its serving.json asks for"
         capped = {
-            "most.mar": f"most: {asks} 4096 workers, there are {cores} cores: served by {cores}\n",
-            "--connections": f"two: {asks} 2 workers, --connections are 1: served by 1\n",
-            "--held-limit-mb": f"two: {asks} 2 workers, --held-limit-mb is 100: served by 1\n",
+            "most.mar": f"most: {asks} 4096 workers, but this machine has {cores} cores: starting {cores}\n",
+            "--connections": f"two: {asks} 2 workers, but --connections are 1: starting 1\n",
+            "--held-limit-mb": f"two: {asks} 2 workers, but --held-limit-mb is 100: starting 1\n",
         }
         assert told == [line for word, line in capped.items() if word in words]
 
@@ -321,7 +321,9 @@ def test_at_a_socket_one_process_serves_whatever_an_archive_asks_for(many: Path)
         tempfile.TemporaryDirectory(prefix="s") as short,
         running(many, str(many / "two.mar"), "--no-token", "--socket", f"{short}/s") as started,
     ):
-        assert "two: its serving.json asks for 2 workers, a --socket has one process: served by 1\n" in started.lines
+        assert (
+            "two: its serving.json asks for 2 workers, but a --socket allows one process: starting 1\n" in started.lines
+        )
         others = psutil.Process(started.process.pid).children(recursive=True)
         assert not [other for other in others if "library_output" not in " ".join(other.cmdline())]
 
@@ -374,7 +376,7 @@ def test_a_process_that_cannot_be_started_again_is_tried_later(service: Server) 
     allowed = resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, (3, allowed[1]))
     os.kill(min(pids(service, "v1")), signal.SIGKILL)
-    service.await_line("cannot be started (Too many open files); another is started in 2 s")
+    service.await_line("cannot be started (Too many open files); starting another in 2 s")
     resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, allowed)
     service.await_line(": ready again")
     assert len(pids(service, "v1")) == 2

@@ -68,7 +68,7 @@ def test_a_model_that_no_engine_runs_stops_the_start_or_is_left_out(monkeypatch:
 
     def load(wanted: Wanted, **_: Any) -> Served:
         if wanted.name == "gpu-only":
-            raise EngineError("gpu-only: it runs on a GPU, and none was assigned here")
+            raise EngineError("gpu-only: it needs a GPU, and none was assigned to this worker")
         return stuck_model(service)
 
     monkeypatch.setattr("serve.asgi.process.model_updates.load", load)
@@ -86,7 +86,7 @@ def test_a_model_that_no_engine_runs_stops_the_start_or_is_left_out(monkeypatch:
         server_process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: wanted, say)
     with pytest.raises(EngineError, match="the test is over"):
         server_process.run(Settings(listening=Listening(port=0), drain_s=1, leave_out=True), lambda: wanted, say)
-    assert "left out: gpu-only 1.0: gpu-only: it runs on a GPU, and none was assigned here" in lines
+    assert "left out: gpu-only 1.0: gpu-only: it needs a GPU, and none was assigned to this worker" in lines
 
 
 def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_ends_the_process(

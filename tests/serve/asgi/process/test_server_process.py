@@ -191,7 +191,7 @@ def test_what_cannot_be_served_changes_nothing(server: Server) -> None:
     (server.folder / "broken.mar").write_bytes((server.folder / "v1.mar").read_bytes()[:-100])
     write_models(server.folder, {"1.0": ("v1.mar", 1), "3.0": ("broken.mar", 1)})
     server.process.send_signal(signal.SIGHUP)
-    assert "broken.mar" in server.await_line("nothing was changed")
+    assert "broken.mar" in server.await_line("nothing changed")
     with server.client() as client:
         assert client.get("/health/ready").status_code == 200
         assert client.post("/predictions/m", content=IMAGE).status_code == 200
@@ -205,7 +205,7 @@ def test_where_a_private_copy_cannot_be_written_nothing_is_changed(server: Serve
     resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         server.process.send_signal(signal.SIGHUP)
-        line = server.await_line("nothing was changed")
+        line = server.await_line("nothing changed")
         assert "v2.mar: cannot be copied to " in line
         assert "(File too large)" in line
         with server.client() as client:
@@ -300,8 +300,8 @@ def test_torchs_threads_read_the_environment_that_executions_are_measured_in(tmp
         (("none.mar",), "there is no such archive"),
         (("none", "--processes", "2"), "there is no run 'none'"),
         (("v1.mar", "--host", "0.0.0.0"), "--expose"),
-        (("v1.mar", "--no-token", "--token-file", "x"), "exclude each other"),
-        (("v1.mar", "--socket", "s", "--port", "8080"), "--socket and --port exclude each other"),
+        (("v1.mar", "--no-token", "--token-file", "x"), "cannot be used together"),
+        (("v1.mar", "--socket", "s", "--port", "8080"), "--socket and --port cannot be used together"),
         (("v1.mar", "--socket", "s", "--host", "127.0.0.1"), "--host beside --socket is for gRPC alone"),
         (("v1.mar", "--tls-key", "x"), "--tls-certificate"),
         (("v1.mar", "--port", "18080", "--grpc-port", "18080"), "both 18080: gRPC needs a port of its own"),

@@ -205,22 +205,22 @@ def test_one_refused_image_refuses_the_request_with_its_status_and_place() -> No
         ({"name": "pixels"}, "must have one input, named 'image'; found 'pixels'"),
         ({"datatype": "FP32", "data": [1]}, "must be BYTES .* or UINT8"),
         ({"datatype": "FP32", "data": [0.5], "shape": [1, 3, 1, 1]}, "must be BYTES .* or UINT8"),
-        ({"shape": [2]}, r"has 1 elements, and its shape \[2\] is of 2"),
-        ({"shape": [1 << 62, 1 << 62]}, "is of"),
-        ({"shape": [0]}, "numbers from 1"),
-        ({"shape": [-1]}, "numbers from 1"),
-        ({"shape": [10**400]}, "numbers from 1"),
+        ({"shape": [2]}, r"has 1 elements, but its shape \[2\] needs 2"),
+        ({"shape": [1 << 62, 1 << 62]}, "needs"),
+        ({"shape": [0]}, "numbers of at least 1"),
+        ({"shape": [-1]}, "numbers of at least 1"),
+        ({"shape": [10**400]}, "numbers of at least 1"),
         ({"shape": []}, "1 to 4 numbers"),
         ({"shape": [1] * 100_000}, "1 to 4 numbers"),
         ({"shape": [True]}, "list of whole numbers"),
         ({"shape": [1.0]}, "list of whole numbers"),
         ({"shape": None}, "list of whole numbers"),
         ({"data": None}, "no list of data"),
-        ({"data": [7]}, "must be a text"),
-        ({"data": ["\ud800"]}, "not text"),
-        ({"data": [["a"], "b"], "shape": [2]}, "side by side"),
+        ({"data": [7]}, "must be a string"),
+        ({"data": ["\ud800"]}, "not valid text"),
+        ({"data": [["a"], "b"], "shape": [2]}, "mixes lists and values"),
         ({"data": ["a!"], "parameters": {"content_type": "base64"}}, "not valid base64"),
-        ({"data": ["a"] * 9, "shape": [9]}, "at most 8"),
+        ({"data": ["a"] * 9, "shape": [9]}, "the limit is 8"),
         ({"data": None, "parameters": {"binary_data_size": 4}}, "up to the 0 bytes"),
         ({"parameters": {"binary_data_size": 0}}, "both data and"),
         ({"parameters": 3}, "JSON object"),
@@ -229,7 +229,7 @@ def test_one_refused_image_refuses_the_request_with_its_status_and_place() -> No
         ({"datatype": "UINT8", "data": [1]}, r"shape \[N,H,W,3\]"),
         ({"datatype": "UINT8", "data": [1] * 4, "shape": [1, 2, 2, 1]}, r"found \[1,2,2,1\]"),
         ({"datatype": "UINT8", "data": [0] * 3 * 70_000, "shape": [1, 1, 70_000, 3]}, "rows and columns"),
-        ({"datatype": 8}, "which are texts"),
+        ({"datatype": 8}, "both strings"),
     ],
 )
 def test_what_a_tensor_gets_wrong_is_said_in_one_line(changes: dict[str, Any], said: str) -> None:
@@ -245,11 +245,11 @@ def test_what_a_tensor_gets_wrong_is_said_in_one_line(changes: dict[str, Any], s
         ({}, "must have one input, named 'image'; found none"),
         ({"inputs": {}}, "list of JSON objects"),
         ({"inputs": [3]}, "list of JSON objects"),
-        ({"inputs": [{}] * 17}, "at most 16"),
-        ({"id": 3, "inputs": []}, "id must be a text"),
-        ({"id": "\ud800", "inputs": []}, "id must be a text"),
-        ({"outputs": [{"name": "logits"}]}, "there is no output 'logits'; there are label, index"),
-        ({"outputs": [{"name": "index"}, {"name": "index"}]}, "asked for twice"),
+        ({"inputs": [{}] * 17}, "the limit is 16"),
+        ({"id": 3, "inputs": []}, "id must be a string"),
+        ({"id": "\ud800", "inputs": []}, "id must be a string"),
+        ({"outputs": [{"name": "logits"}]}, "there is no output 'logits'; the outputs are label, index"),
+        ({"outputs": [{"name": "index"}, {"name": "index"}]}, "requested twice"),
         ({"outputs": [{}]}, "must have a name"),
         ({"outputs": [{"name": "index", "parameters": {"binary_data": 1}}]}, "true or false"),
         ({"outputs": [{"name": "index", "parameters": {"classification": 2}}]}, "with k"),
@@ -277,9 +277,9 @@ def test_a_length_of_the_json_that_lies_is_a_400(length: str) -> None:
 @pytest.mark.parametrize(
     ("binary", "said"),
     [
-        (b"\x01\x00\x00", "within the length"),
-        (b"\x05\x00\x00\x00abc", "an element of 5 bytes"),
-        (b"\xff\xff\xff\xff", "an element of 4294967295 bytes"),
+        (b"\x01\x00\x00", "in the middle of an element's length"),
+        (b"\x05\x00\x00\x00abc", "an element should have 5 bytes"),
+        (b"\xff\xff\xff\xff", "an element should have 4294967295 bytes"),
         (b"\x00\x00\x00\x00" * 9, "more than 8 images"),
         (b"\x00\x00\x00\x00" * 2, "has 2 elements"),
         (b"", "has 0 elements"),
@@ -301,7 +301,7 @@ def test_bytes_behind_the_last_input_are_a_400() -> None:
     good = struct.pack("<I", len(JPEGS[0])) + JPEGS[0]
     header = body_of(data=None, parameters={"binary_data_size": len(good)})
     assert oip_rest.read(SIGNATURE, header + good, str(len(header))).request.images == (JPEGS[0],)
-    with pytest.raises(RequestError, match="1 bytes follow the binary data"):
+    with pytest.raises(RequestError, match="1 bytes are left after the binary data"):
         oip_rest.read(SIGNATURE, header + good + b"!", str(len(header)))
 
 
@@ -406,7 +406,7 @@ def test_a_tensor_of_two_kinds_of_contents_is_refused_and_names_them() -> None:
     tensor.contents.bytes_contents.append(b"x")
     assert oip_grpc.read(SIGNATURE, request).request.images == (b"x",)
     tensor.contents.uint_contents.append(1)
-    with pytest.raises(RequestError, match=r"several kinds \(uint_contents, bytes_contents\)"):
+    with pytest.raises(RequestError, match=r"several kinds of contents \(uint_contents, bytes_contents\)"):
         oip_grpc.read(SIGNATURE, request)
 
 
@@ -453,7 +453,7 @@ def test_any_bytes_are_a_message_or_are_told_to_be_none(content: bytes) -> None:
 def test_a_shape_of_a_million_numbers_is_refused_with_the_first_of_them() -> None:
     request = oip_messages.message("ModelInferRequest")()
     request.inputs.add(name=oip.INPUT, datatype="BYTES", shape=[1] * (1 << 20)).contents.bytes_contents.append(b"x")
-    with pytest.raises(RequestError, match=r"of 1 to 4 numbers from 1, found \[1,1,1,1,…\]$"):
+    with pytest.raises(RequestError, match=r"have 1 to 4 numbers of at least 1, found \[1,1,1,1,…\]$"):
         oip_grpc.read(SIGNATURE, request)
 
 

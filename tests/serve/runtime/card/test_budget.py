@@ -158,7 +158,7 @@ def test_64_large_images_in_one_request_are_refused_at_once(predictor: Predictor
     assert statuses(outcomes) == [413] * 64
     refused = outcomes[0]
     assert isinstance(refused, Refusal)
-    assert f"64 images have {64 * 7000 * 7000} pixels together, more than the limit of 200000000" in refused.message
+    assert f"64 images have {64 * 7000 * 7000} pixels in total, more than the limit of 200000000" in refused.message
 
 
 def test_a_request_is_refused_by_what_would_be_decoded_of_it_only(artifact: Path) -> None:

@@ -236,7 +236,7 @@ def test_a_link_is_neither_loaded_nor_packed(name: str, artifact: Path, tmp_path
 def test_a_pipe_is_refused_at_once(artifact: Path) -> None:
     (artifact / "model.pt").unlink()
     os.mkfifo(artifact / "model.pt")
-    with pytest.raises(CardError, match="is no regular file"):
+    with pytest.raises(CardError, match="is not a regular file"):
         load_card(artifact)
 
 

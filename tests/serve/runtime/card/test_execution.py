@@ -56,7 +56,7 @@ def test_an_execution_survives_json(threads: int | None, buckets: list[int], opt
         ({"engine": "openvino", "buckets": [8, 1]}, r"buckets must ascend, found \[8, 1\]"),
         ({"engine": "openvino", "options": {"x": [1]}}, "option x must be a number, a word, true or false"),
         ({"engine": "openvino", "thread": 1}, "unknown field 'thread' .did you mean threads"),
-        ({"device": "cpu"}, "must name its engine"),
+        ({"device": "cpu"}, "the engine is missing"),
         (["openvino"], "must be a mapping"),
     ],
 )
@@ -78,7 +78,10 @@ def test_the_name_of_an_execution_says_only_what_is_not_as_usual() -> None:
 def test_an_environment_that_torchs_threads_were_not_measured_in_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     told = unset(Execution("torchscript", threads=2), computes_with_torch=True)
-    assert told == "speeds are measured with GOMP_SPINCOUNT=10000, which is not set here: start the server with it"
+    assert (
+        told
+        == "speeds were measured with GOMP_SPINCOUNT=10000, which is not set here: set it before you start the server"
+    )
     assert unset(Execution("openvino", threads=2), computes_with_torch=False) is None
     assert unset(Execution("torchscript", threads=1), computes_with_torch=True) is None  # nobody waits for another
     assert unset(Execution("torchscript", "cuda", threads=2), computes_with_torch=True) is None

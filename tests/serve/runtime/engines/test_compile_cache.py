@@ -64,7 +64,7 @@ def test_a_cache_that_is_named_by_a_relative_path_is_the_usual_one(
 def test_a_folder_that_is_open_to_others_is_refused(cache: Path, place: str, mode: int) -> None:
     cache_folder("inductor", KEY)
     (cache / "optimize-and-serve-compiled" / place).chmod(mode)
-    with pytest.raises(EngineError, match=rf"is open to others \(mode {mode:o}\)"):
+    with pytest.raises(EngineError, match=rf"is writable or readable by others \(mode {mode:o}\)"):
         cache_folder("inductor", KEY)
 
 
@@ -80,14 +80,14 @@ def test_a_link_is_no_folder_of_its_own(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (cache / "optimize-and-serve-compiled").mkdir(parents=True, mode=0o700)
     (cache / "optimize-and-serve-compiled" / "inductor").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(EngineError, match="is no folder"):
+    with pytest.raises(EngineError, match="is not a folder"):
         cache_folder("inductor", KEY)
 
 
 def test_where_nothing_can_be_written_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(EngineError, match="name a folder of yours in XDG_CACHE_HOME"):
+    with pytest.raises(EngineError, match="set XDG_CACHE_HOME to a folder of yours"):
         cache_folder("inductor", KEY)
 
 

@@ -173,7 +173,7 @@ def test_native_code_that_crashes_is_told_and_ends_nobody_else(
 
 
 def test_native_code_that_is_none_of_inductors_is_told(package: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"net: what AOTInductor of torch .* compiled cannot be run: "):
+    with pytest.raises(EngineError, match=r"net: the code that AOTInductor of torch .* compiled cannot be run: "):
         run_isolated(with_library(package, "int nothing;", tmp_path), -1, [torch.randn(1, 3, 32, 32)], "net")
 
 

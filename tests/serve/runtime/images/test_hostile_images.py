@@ -142,7 +142,7 @@ def test_an_honest_tiff_in_tiles_is_decoded_and_its_pixels_are_those_of_whole_ti
 
 
 def test_a_tiff_in_tiles_is_refused_by_what_all_of_them_have_together() -> None:
-    with pytest.raises(ImageError, match="640x1 pixels, in tiles that have more, more than the limit") as caught:
+    with pytest.raises(ImageError, match="640x1 pixels, stored in larger tiles, more than the limit") as caught:
         read_header(bombs.tiff_of_tiles(40, 16, shared=False), SERVING)
     assert caught.value.status == 413
 

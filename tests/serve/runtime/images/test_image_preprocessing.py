@@ -81,7 +81,9 @@ def test_a_webp_that_moves_gives_its_first_frame_and_counts_twice() -> None:
     assert torch.equal(decode(data), pixels(frames[0]))
     size = 60 * 45
     assert read_header(data, Budget()).pixels == 2 * size
-    with pytest.raises(ImageError, match="60x45 pixels, twice, because it moves, more than the limit") as caught:
+    with pytest.raises(
+        ImageError, match="60x45 pixels, counted twice because it is animated, more than the limit"
+    ) as caught:
         decode(data, budget=Budget(image_pixels=2 * size - 1))
     assert caught.value.status == 413
     still = encoded(frames[0], "WEBP", lossless=True)
@@ -196,13 +198,13 @@ def test_a_deep_grey_is_scaled_by_the_white_that_is_stated_whatever_else_an_imag
 @pytest.mark.parametrize(
     ("values", "dtype", "kind", "white", "message"),
     [
-        ([[0.5, 1.01]], "float32", "TIFF", None, "is 1.01, and not from 0 to 1: pixel_max"),
-        ([[0.5, -0.01]], "float32", "TIFF", None, "is -0.01, and not from 0 to 1"),
-        ([[0.5, np.inf]], "float32", "TIFF", 4095, "is inf, and not from 0 to 4095"),
-        ([[5, 70000]], "int32", "TIFF", 65535, "is 70000, and not from 0 to 65535"),
-        ([[5, 200]], "int32", "TIFF", None, "32-bit or signed integers, whose white is not stated: pixel_max"),
-        ([[5, 4200]], "uint16", "PNG", 4095, "is 4200, and not from 0 to 4095"),
-        ([[5, 4200]], "uint16", "TIFF", 4095, "is 4200, and not from 0 to 4095"),
+        ([[0.5, 1.01]], "float32", "TIFF", None, "is 1.01, not from 0 to 1: set the value of white with pixel_max"),
+        ([[0.5, -0.01]], "float32", "TIFF", None, "is -0.01, not from 0 to 1"),
+        ([[0.5, np.inf]], "float32", "TIFF", 4095, "is inf, not from 0 to 4095"),
+        ([[5, 70000]], "int32", "TIFF", 65535, "is 70000, not from 0 to 65535"),
+        ([[5, 200]], "int32", "TIFF", None, "32-bit or signed integers: set the value of white with pixel_max"),
+        ([[5, 4200]], "uint16", "PNG", 4095, "is 4200, not from 0 to 4095"),
+        ([[5, 4200]], "uint16", "TIFF", 4095, "is 4200, not from 0 to 4095"),
     ],
 )
 def test_a_deep_grey_outside_of_its_range_or_without_one_is_refused_in_one_line(
@@ -224,7 +226,7 @@ def test_a_stated_white_leaves_8_bits_alone_and_refuses_colours_of_16_bits() -> 
         struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
     )
     assert decode(deep).shape == (3, 2, 2)
-    with pytest.raises(ImageError, match=r"colours have 16 bits, and pixel_max \(4095\) is for greys"):
+    with pytest.raises(ImageError, match=r"colours have 16 bits, but pixel_max \(4095\) applies to greys"):
         decode(deep, pixel_max=4095)
 
 
@@ -281,12 +283,12 @@ def test_what_is_not_an_image_is_refused(data: bytes, status: int) -> None:
 @pytest.mark.parametrize(
     ("data", "remedy"),
     [
-        (gzip.compress(encoded(picture(1), "JPEG")), "send the image as it is"),
+        (gzip.compress(encoded(picture(1), "JPEG")), "send the image itself"),
         (b"data:image/png;base64,iVBORw0KGgo=", "send its bytes, or the URL as"),
         (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "save it as JPEG"),
         (b"%PDF-1.7 ...", "save a page as PNG"),
-        (b'<?xml version="1.0"?><svg/>', "save what it shows as PNG"),
-        (b"\n <!DOCTYPE html>", "save what it shows as PNG"),
+        (b'<?xml version="1.0"?><svg/>', "save it as PNG"),
+        (b"\n <!DOCTYPE html>", "save it as PNG"),
     ],
 )
 def test_what_people_send_instead_of_an_image_is_told_the_remedy(data: bytes, remedy: str) -> None:

@@ -43,7 +43,7 @@ def test_a_session_records_which_provider_took_which_node(folder: Path) -> None:
     assert found[CPU_PROVIDER]["Conv"] == 2
     assert found[CPU_PROVIDER]["Gemm"] == 1
     check_assignment(found, CPU_PROVIDER)
-    with pytest.raises(EngineError, match=f"{CUDA} does not take this graph as a whole: {CPU_PROVIDER} took Conv, "):
+    with pytest.raises(EngineError, match=f"{CUDA} cannot run this whole graph: {CPU_PROVIDER} took Conv, "):
         check_assignment(found, CUDA)
 
 
@@ -81,7 +81,7 @@ def test_the_tiny_graph_is_run_and_its_answer_looked_at(folder: Path) -> None:
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("provider", [CUDA, "TensorrtExecutionProvider"])
 def test_a_provider_that_cannot_start_is_an_error_and_no_session_on_the_cpu(provider: str, whole: bool) -> None:
-    with pytest.raises(EngineError, match=f"does not run this on {provider} .* install what it needs"):
+    with pytest.raises(EngineError, match=f"does not run this on {provider} .* install the libraries that it needs"):
         gpu_session(TINY_GRAPH, provider, {"device_id": 0}, whole=whole)
 
 
@@ -102,7 +102,7 @@ def test_int8_graphs_are_refused_by_gpu_engines_that_are_not_made_for_them(
     card = load_card(artifacts.write_artifact(tmp_path / "int8", "int8", "onnx", "model.onnx", precision=precision))
     for engine, reason in (
         ("onnxruntime-cuda", "has no INT8"),
-        ("onnxruntime-tensorrt", "is made for TensorRT"),
+        ("onnxruntime-tensorrt", "was not made for TensorRT"),
     ):
         assert reason in str(find_engine(engine).refuses(card, "cuda"))
     assert executions_for(card, "cuda") == []

@@ -343,7 +343,7 @@ def test_a_body_that_the_server_took_for_a_web_form_is_told_just_that(served: Se
     answer = httpx.post(served.url(), content=b"\xff\xd8\xff\xe0JFIF" + b"A" * 64, headers=headers, timeout=30)
     assert answer.status_code == 400
     assert answer.json()["error"] == (
-        "the server took the body for a web form, in which an image is lost, because it came as "
+        "the server read the body as a web form and found no image, because it was sent as "
         "application/x-www-form-urlencoded: send the header 'Content-Type: image/jpeg', or use curl's -T FILE instead "
         "of --data-binary"
     )

@@ -103,7 +103,7 @@ def test_where_the_first_engine_is_not_installed_the_next_one_answers_the_same_a
     archive = archived(tmp_path)
     usual, log = opened(archive, "")
     assert (usual["execution"], usual["passed_over"]) == ("openvino", [])
-    assert "runs by openvino (openvino/CPU" in log
+    assert "runs with openvino (openvino/CPU" in log
     # What a stock TorchServe has of ours is torch, torchvision and onnxruntime.
     told, log = opened(archive, "openvino,pydantic,typer,onnx,optimize,yaml")
     assert told["execution"] == "onnxruntime"
@@ -149,7 +149,7 @@ def test_torchs_threads_are_those_of_the_engine_that_was_opened(opened_afresh: O
     told, log = opened_afresh(archive, "")
     assert (told["execution"], told["threads"], told["torch_threads"]) == ("torchscript[threads=3]", 3, 3)
     # As a stock TorchServe starts it; see `unset`.
-    assert "script: speeds are measured with GOMP_SPINCOUNT=10000, which is not set here" in log
+    assert "script: speeds were measured with GOMP_SPINCOUNT=10000, which is not set here" in log
     on_openvino, log = opened_afresh(archived(tmp_path / "onnx", threads=2), "")
     assert (on_openvino["threads"], on_openvino["torch_threads"]) == (2, 1)
     assert "GOMP_SPINCOUNT" not in log

@@ -78,7 +78,7 @@ def test_an_archive_takes_it_along_and_is_asked_for_it(artifact: Path, tmp_path:
     assert KNOWN_FILE in check_archive(archive).packed
     served = load(Wanted("tiny", "1.0", archive), gpu=None, queue=None, policy=Policy())
     served.service.close()
-    assert "the known image is answered as by torchscript" in served.checked[-1]
+    assert "the answer to the known image matches the one of torchscript" in served.checked[-1]
     assert served.unchecked == ""
 
 
@@ -94,9 +94,9 @@ def test_where_nothing_is_known_that_is_said_and_may_be_refused(artifact: Path, 
     served = load(Wanted("tiny", "1.0", unknown), gpu=None, queue=None, policy=Policy())
     served.service.close()
     assert served.unchecked == "its archive has no known.json"
-    assert served.checked[-1] == "not asked for a known answer: its archive has no known.json"
+    assert served.checked[-1] == "known answer not checked: its archive has no known.json"
     strict, model = Policy(known=True), ServedModel("tiny", "run", "tiny")
-    message = re.escape(f"{unknown}: cannot be checked before it is served (its archive has no known.json)")
+    message = re.escape(f"{unknown}: cannot be checked before serving (its archive has no known.json)")
     with pytest.raises(CardError, match=message):
         load(Wanted("tiny", "1.0", unknown), gpu=None, queue=None, policy=strict)
     for pack in (None, lambda _, path: path.write_bytes(unknown.read_bytes())):  # as it is, or packed otherwise
@@ -113,9 +113,11 @@ def test_an_answer_is_the_known_one_where_each_class_has_about_its_probability(
     shifted = torch.tensor(logits).double() + torch.tensor([data.draw(st.floats(-3, 3)) for _ in logits])
     by_class = dict(enumerate(shifted.softmax(0).tolist()))
     if known.difference(list(by_class.values())) <= 0.1 * (max(logits) - min(logits)):
-        assert known.seen_in(by_class).startswith("the known image is answered as by openvino: ")
+        assert known.seen_in(by_class).startswith("the answer to the known image matches the one of openvino: ")
     else:
-        with pytest.raises(CardError, match="its known image is not answered as when it was measured by openvino"):
+        with pytest.raises(
+            CardError, match="the answer to its known image differs from the one measured with openvino"
+        ):
             known.seen_in(by_class)
     for other in (dict(list(by_class.items())[1:]), by_class | {len(logits): 0.0}):
         with pytest.raises(CardError, match="by inf, more than"):
@@ -133,7 +135,7 @@ def test_an_archive_that_answers_otherwise_is_not_served(artifact: Path, tmp_pat
         changed, dataclasses.replace(card, preprocessing=dataclasses.replace(card.preprocessing, std=(9.0,) * 3))
     )
     archive = build_archive(changed, tmp_path / "tiny.mar", model_name="tiny")
-    with pytest.raises(CardError, match="known image is not answered as when it was measured by torchscript"):
+    with pytest.raises(CardError, match="answer to its known image differs from the one measured with torchscript"):
         load(Wanted("tiny", "1.0", archive), gpu=None, queue=None, policy=Policy())
 
 

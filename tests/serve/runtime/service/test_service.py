@@ -445,8 +445,8 @@ def test_more_requests_than_may_wait_are_refused_at_once(artifact: Path) -> None
         room = service.full
         accepted.append(service.submit(one(jpeg(1))))
         assert room is None
-        assert service.full == "3 requests wait already: try again later"
-        with pytest.raises(QueueFull, match="3 requests wait already"):
+        assert service.full == "3 requests are already waiting: try again later"
+        with pytest.raises(QueueFull, match="3 requests are already waiting"):
             service.submit(one(jpeg(1)))
         accepted[2].cancel()
         again = service.submit(one(jpeg(1)))
@@ -592,7 +592,7 @@ def test_a_lost_device_is_told_to_all_who_wait_and_to_all_who_come(gate: tuple[S
     for future in (first, *others):
         with pytest.raises(BrokenError, match="illegal memory access"):
             future.result(30)
-    with pytest.raises(BrokenError, match="lost to this process"):
+    with pytest.raises(BrokenError, match="can no longer be used by this process"):
         service.submit(one(jpeg(1)))
     assert service.broken is not None
     assert service.waiting == 0
