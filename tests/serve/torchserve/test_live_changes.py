@@ -223,7 +223,7 @@ def test_a_model_that_does_not_come_up_changes_nothing(store: Path) -> None:
     packed(store, "wrong", "script", raised=50.0)
     died, known = (
         "died while it was loading",
-        "its answer to its known image differs from the one measured with torchscript",
+        "the answer to its known image differs from the one measured with torchscript",
     )
     for words, *said in (
         (["add", "one/broken"], died, "is not a complete zip file"),
