@@ -69,6 +69,7 @@ HELD_FOLDERS = (
         f"optimize/quantization/{folder}"
         for folder in ("graph", "lowbit", "lowering", "placement", "recovery", "rewrites")
     ),
+    *(f"optimize/quantization/lowering/{folder}" for folder in ("amx", "openvino", "tensorrt")),
     *("optimize/certify", "optimize/lint", "optimize/precision", "optimize/pruning", "optimize/quantization"),
 )
 

@@ -1,4 +1,4 @@
-"""Rules of what lies between quantized layers: sums, pools and norms in float there cost what quantization won."""
+"""Rules of operators between quantized layers: sums, pools and norms in float cost what quantization gained."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from onnx import NodeProto
 from optimize.lint.base import Fault, LintTarget, rule
 from optimize.lint.graph import LAYERS, Graph, attribute, label
 
-#: What quantizes, and what keeps integers to a range.
+#: Operators that quantize, and that clip integers to a range.
 _PAIR = ("QuantizeLinear", "DequantizeLinear", "Clip")
-# Images and channels are in front of it.
+# Images and channels come before it.
 _FIRST_PLACE = 2
 _POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool")
 
 
 @rule("doubled-pair", "warning")
 def doubled(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Nothing is dequantized only to be quantized again: the second pair rounds anew, or does nothing."""
+    """Nothing is dequantized only to be quantized again: the second pair rounds again, or does nothing."""
     for node in graph.of("QuantizeLinear"):
         before = graph.producer(node)
         if before is None or before.op_type != "DequantizeLinear" or graph.constant(node.input[0]):
@@ -37,11 +37,11 @@ def doubled(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("residual-in-float", "warning")
 def residuals(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """The shortcut of a residual sum between quantized layers is quantized; one addend may come from a layer as it is.
+    """The shortcut of a residual sum between quantized layers is quantized. One addend may come directly from a layer.
 
-    "Quantize the residual input in skip-connections" (TensorRT, Q/DQ Layer-Placement Recommendations; its TensorFlow
-    toolkit's ``ResNetV1QDQCase``): the sum becomes part of the convolution that gives its other addend. With a shortcut
-    in float that convolution gives floats, too.
+    "Quantize the residual input in skip-connections" (TensorRT, Q/DQ Layer-Placement Recommendations. Its TensorFlow
+    toolkit's ``ResNetV1QDQCase``). The sum then becomes part of the convolution that gives its other addend. With a
+    float shortcut that convolution also gives floats.
     """
     for node in graph.of("Add", "Sum"):
         addends = [number for number, name in enumerate(node.input) if not graph.constant(name)]
@@ -61,10 +61,10 @@ def residuals(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("pool-in-float", "warning")
 def pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A pool between quantized layers takes integers.
+    """A pool between quantized layers reads integers.
 
-    TensorRT moves a QuantizeLinear to before a MaxPool by itself ("Explicit Quantization": it commutes), not to before
-    one that takes means.
+    TensorRT moves a QuantizeLinear in front of a MaxPool by itself ("Explicit Quantization": it commutes), but not in
+    front of an average pool.
     """
     for node in graph.of(*_POOLS, "ReduceMean"):
         if node.op_type in ("MaxPool", "GlobalMaxPool") and target == "tensorrt":
@@ -76,11 +76,11 @@ def pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("padded-layer", "warning")
 def padded_layers(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Zeros around what quantized convolutions read are their own padding: engines fold no Pad between quantizers.
+    """Zeros around the input of quantized convolutions are their own padding: engines fold no Pad between quantizers.
 
-    ONNX Runtime (1.31, ``PadFusion``) and OpenVINO (2026.4) fold one that a convolution reads straight from it. A
-    quantized convolution pads with the zero-point, which is what zeros are in integers. A Pad between two scales is
-    left: of two pairs in a row ONNX Runtime makes one (``DoubleQDQPairsRemover``), which gives other numbers.
+    ONNX Runtime (1.31, ``PadFusion``) and OpenVINO (2026.4) fold a Pad that a convolution reads directly. A quantized
+    convolution pads with the zero point, which stands for zero. A Pad between two scales stays. ONNX Runtime merges two
+    pairs in a row (``DoubleQDQPairsRemover``), which gives other numbers.
     """
     for node in graph.of("Pad"):
         if not _is_of_zeros(graph, node):
@@ -96,7 +96,7 @@ def padded_layers(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 
 def _is_of_zeros(graph: Graph, pad: NodeProto) -> bool:
-    """Whether a Pad adds constantly many zeros, or of integers zero-points, and cuts nothing off."""
+    """Tell whether a Pad adds a constant number of zeros, or of zero points for integers, and does not crop."""
     sizes, number = graph.values(pad, 1), graph.values(pad, 2)
     if sizes is None or (sizes < 0).any() or not sizes.any() or attribute(pad, "mode", b"constant") != b"constant":
         return False
@@ -108,7 +108,7 @@ def _is_of_zeros(graph: Graph, pad: NodeProto) -> bool:
 
 
 def _rounded_otherwise(graph: Graph, pad: NodeProto) -> bool:
-    """Whether a Pad's input was dequantized, and its answer is quantized by another scale."""
+    """Tell whether a Pad's input was dequantized, and its output is quantized with another scale."""
     before = graph.producer(pad)
     if before is None or before.op_type != "DequantizeLinear":
         return False
@@ -117,12 +117,12 @@ def _rounded_otherwise(graph: Graph, pad: NodeProto) -> bool:
 
 
 def _readers(graph: Graph, pad: NodeProto) -> Iterator[tuple[NodeProto, NodeProto]]:
-    """What reads a Pad's answer, perhaps quantized and dequantized, and the node that it reads it from."""
+    """Yield the readers of a Pad's output, perhaps behind quantizers, and the node that each reads."""
     waiting, seen = [pad], set[str]()
     while waiting:
         given = waiting.pop()
         if given.output[0] in graph.outputs:
-            yield given, given  # the graph's answer is no layer
+            yield given, given  # the graph's output is no layer
         for taker in graph.takers(given):
             if taker.op_type not in _PAIR:
                 yield taker, given
@@ -132,13 +132,13 @@ def _readers(graph: Graph, pad: NodeProto) -> Iterator[tuple[NodeProto, NodeProt
 
 
 def _can_pad(graph: Graph, layer: NodeProto, given: NodeProto, pad: NodeProto) -> bool:
-    """Whether a node is a convolution that reads a DequantizeLinear, and can pad as a Pad does."""
+    """Tell whether a node is a convolution that reads a DequantizeLinear, and can pad as a Pad does."""
     kernel, sizes, axes = graph.kernel(layer) or (), graph.values(pad, 1), graph.values(pad, 3)
     read = [name == given.output[0] for name in layer.input]
     integers = graph.weight(layer) is not None and given.op_type == "DequantizeLinear"
     if layer.op_type != "Conv" or not integers or sizes is None or not read[0] or any(read[1:]):
         return False
-    rank = len(kernel) or 4  # a file need not say what shape a weight has; most are of maps
+    rank = len(kernel) or 4  # a file need not give a weight's shape, and most are of maps
     around = range(sizes.size // 2) if axes is None else [int(axis) % rank for axis in axes.ravel()]
     if sizes.size != 2 * len(around) or any(pad.input[3:]) != (axes is not None):
         return False

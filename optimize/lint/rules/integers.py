@@ -1,4 +1,4 @@
-"""Rules of integers: that there are any, of types that the target computes with, within its range."""
+"""Rules of integers: the graph has some, their types suit the target, and they are within its range."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve.runtime.device.cpu_integers import WEIGHT_MAX
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 _WHOLE = ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "QLinearAdd", "QGemm")
-#: What DequantizeLinear takes, and QuantizeLinear makes, in TensorRT 10.15 (onnx-tensorrt, docs/operators.md).
+#: Types that DequantizeLinear reads and QuantizeLinear makes in TensorRT 10.15 (onnx-tensorrt, docs/operators.md).
 _OF_TENSORRT = {"INT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1"}
 #: The largest activations of 7 bits and of 8.
 _SEVEN_BITS, _EIGHT_BITS = 127, 255
@@ -23,17 +23,17 @@ _MOST_OF_16_BITS = 32_767
 
 @rule("nothing-quantized", "error")
 def nothing(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A quantized graph has quantizers: exporters were seen to hand back a float graph without a word."""
+    """A quantized graph has quantizers: some exporters silently return a float graph."""
     if not any(graph.of(*_PAIR, *_WHOLE)):
         yield Fault("the graph", "nothing is quantized, this is a float graph", "quantize it, and lint what comes out")
 
 
 @rule("integer-type", "error", TENSORRT)
 def types(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Integers are signed, of 8 bits (or of 4, or FP8, for weights).
+    """Integers are signed and of 8 bits (or of 4, or FP8, for weights).
 
     onnx-tensorrt, docs/operators.md: DequantizeLinear takes INT8, FP8, FP4 and INT4, and "UINT8 is only supported as
-    network input or output tensor types"; its parser otherwise takes uint8 for int8 ("TensorRT will use INT8 instead").
+    network input or output tensor types". Its parser otherwise takes uint8 for int8 ("TensorRT will use INT8 instead").
     """
     for node in graph.of(*_PAIR):
         kind = TensorProto.DataType.Name(graph.integers(node))
@@ -43,7 +43,7 @@ def types(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("slow-integers", "warning", CPUS)
 def slow(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Activations are uint8 and weights int8, which is what VNNI multiplies.
+    """Activations are uint8 and weights int8, the types that VNNI multiplies.
 
     ONNX Runtime on a CPU was measured four times slower on int8 activations than on uint8 (1.31, ResNet-18).
     """
@@ -60,11 +60,11 @@ def slow(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("saturating-sums", "error", ("x86",))
 def sums(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Two products of a layer's input and its weight fit into 16 bits: one of the two has 7.
+    """The sum of two products of a layer's input and its weight fits into 16 bits: one of the two has 7 bits.
 
-    CPUs without VNNI add pairs of products of unsigned and signed bytes so (VPMADDUBSW, which saturates), and two of
-    255 · 127 do not fit. Either is a remedy: weights of -63 to 63 (ONNX Runtime's ``reduce_range``, NNCF's
-    ``overflow_fix``), or activations of 0 to 127, which need a Clip each (torch's ``reduce_range``).
+    CPUs without VNNI add pairs of products of unsigned and signed bytes in 16 bits (VPMADDUBSW, which saturates). Two
+    products of 255 · 127 do not fit. There are two remedies: weights of -63 to 63 (ONNX Runtime's ``reduce_range``,
+    NNCF's ``overflow_fix``), or activations of 0 to 127, which need a Clip each (torch's ``reduce_range``).
     """
     for layer in graph.of(*LAYERS):
         given, weight = graph.dequantizer(layer), graph.weight(layer)
@@ -83,12 +83,12 @@ def sums(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("lost-clamp", "error", CPUS)
 def clamps(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Where activations keep to 7 bits, a Clip at each quantizer of a layer's input keeps them there.
+    """Where activations have 7 bits, a Clip at each quantizer of a layer's input keeps them there.
 
-    QuantizeLinear saturates at its type's end, 255, not at 127. The exporter of torch 2.11 to 2.14 drops the clamp
-    (onnxscript pull request 3052). It is missing where others of a graph have it. A ReLU6's Clip is none, unless its
-    bound becomes an integer within the range. Of its integers, behind it, is better: a float Clip before it keeps ONNX
-    Runtime (1.31) from computing the layer that gives it in integers.
+    QuantizeLinear saturates at the end of its type, 255, not at 127. The exporter of torch 2.11 to 2.14 drops the clamp
+    (onnxscript pull request 3052). A clamp counts as lost if other quantizers of the graph have one. A ReLU6's Clip
+    does not count, unless its bound becomes an integer within the range. A Clip on the integers, behind the quantizer,
+    is better. A float Clip before it keeps ONNX Runtime (1.31) from computing the layer in integers.
     """
     read = [node for node in graph.of("QuantizeLinear") if _feeds_layer(graph, node)]
     unsigned = [node for node in read if graph.integers(node) == TensorProto.UINT8]
@@ -115,16 +115,16 @@ def _feeds_layer(graph: Graph, quantizer: NodeProto) -> bool:
 
 
 def _reach(graph: Graph, dequantizer: NodeProto) -> int:
-    """The largest integer that a DequantizeLinear of uint8 is given."""
+    """Return the largest integer that a DequantizeLinear of uint8 can get."""
     quantizer = graph.quantizer(dequantizer)
     bounds = None if quantizer is None else _bounds(graph, quantizer)
     return _EIGHT_BITS if bounds is None else min(bounds[1], _EIGHT_BITS)
 
 
 def _bounds(graph: Graph, quantizer: NodeProto) -> tuple[int, int] | None:
-    """The integers that the Clip of a quantizer cuts off at, behind it or before it; None if there is no such Clip.
+    """Return the integer bounds of a quantizer's Clip, behind it or before it, and None without such a Clip.
 
-    It is of uint8, whose ends they are where the Clip has no bound, which an infinite one is as well.
+    The quantizer is of uint8. Where the Clip has no bound, or an infinite one, the end of uint8 counts.
     """
     behind, before = graph.kept_to(quantizer), graph.producer(quantizer)
     clip = before if behind is None else behind
@@ -142,7 +142,7 @@ def _bounds(graph: Graph, quantizer: NodeProto) -> tuple[int, int] | None:
 
 
 def _end(graph: Graph, clip: NodeProto, number: int, without: float) -> float | None:
-    """A bound of a Clip, or ``without`` where it is left out; None: it is computed."""
+    """Return a bound of a Clip, or ``without`` if it is omitted. None: it is computed."""
     if not any(clip.input[number : number + 1]):
         return without
     end = graph.values(clip, number)

@@ -1,8 +1,8 @@
-"""What TensorRT's ONNX parser asks of operators that it has: attributes, and inputs that it must know when it builds.
+"""Limits of TensorRT's ONNX parser for operators that it has: attributes, and inputs that must be known at build time.
 
-From the column "Restrictions" of onnx-tensorrt's docs/operators.md of TensorRT 10.15. Left out: pools, which have a
-rule of their own; what cannot be told without shapes (EyeLike, Hardmax, DeformConv, a dynamic Scan); RNNs in two
-directions; Attention, RotaryEmbedding and TensorScatter, which are of opset 23 and 24.
+Source: the column "Restrictions" of onnx-tensorrt's docs/operators.md of TensorRT 10.15. These are left out: pools,
+which have a rule of their own; cases that need shapes (EyeLike, Hardmax, DeformConv, a dynamic Scan). Also
+bidirectional RNNs, and Attention, RotaryEmbedding and TensorScatter, which are of opset 23 and 24.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REDUCTIONS = (
 )
 # fmt: on
 
-# By operator, inputs by their number: initializers, or what can be computed from some.
+# By operator and input number: inputs that must be initializers, or computable from initializers.
 _INITIALIZERS = {
     **{operator: {1: "axes"} for operator in _REDUCTIONS},
     "Dropout": {2: "training_mode"},
@@ -38,7 +38,7 @@ _KNOWN = {
     "Unsqueeze": {1: "axes"},
 }
 
-# By operator, the values that an attribute may have.
+# By operator, the allowed values of an attribute.
 _VALUES: dict[str, dict[str, tuple[int | str, ...]]] = {
     "LSTM": {"input_forget": (0,), "layout": (0,)},
     "Resize": {
@@ -57,14 +57,14 @@ _VALUES: dict[str, dict[str, tuple[int | str, ...]]] = {
 
 @rule("operator-limit", "error", TENSORRT)
 def limits(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """An operator is used as the parser takes it: axes are constants, TopK takes less than 3840 (docs/operators.md)."""
+    """An operator is used as the parser accepts it: axes are constant, TopK takes below 3840 (docs/operators.md)."""
     for node in graph.of():
         if node.domain in ("", "ai.onnx"):
             yield from (Fault(label(node), said, remedy) for said, remedy in _broken(graph, node))
 
 
 def _broken(graph: Graph, node: NodeProto) -> Iterator[tuple[str, str]]:
-    """What is wrong with a node, and what would be right."""
+    """Yield what is wrong with a node, and what would be right."""
     for number, name in _INITIALIZERS.get(node.op_type, {}).items():
         if _given(node, number) and graph.tensor(node, number) is None:
             yield f"its {name} is no initializer", "fold constants before the export, or give a constant"

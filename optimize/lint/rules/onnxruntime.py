@@ -1,4 +1,4 @@
-"""Rules of what ONNX Runtime computes otherwise than a graph says; each names the version that was seen to."""
+"""Rules of graphs that ONNX Runtime computes wrongly. Each names the version in which it was seen."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from onnx import NodeProto, TensorProto
 from optimize.lint.base import CPUS, Fault, LintTarget, rule
 from optimize.lint.graph import MOVES, Graph, attribute, label
 
-#: What is left of a scale in float32.
+#: The rounding error of a scale in float32.
 _ROUNDING = 1e-6
 
-#: What is nowhere below zero.
+#: Operators whose output is never negative.
 _POSITIVE = ("Relu", "Sigmoid", "HardSigmoid", "Softmax", "Abs")
 
 
 @rule("padded-pool", "warning", CPUS)
 def padded_pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A pool reads no zeros that a Pad puts around an image: ONNX Runtime takes them for the pool's own border.
+    """A pool reads no zeros that a Pad puts around an image: ONNX Runtime takes them for the pool's own padding.
 
-    ONNX Runtime (1.31, ``PadFusion``; 18136 of its pull requests) does at its default level of optimization, where
-    nothing else reads them. The border of a maximum is of nothing, so that one of a zero and of numbers below it comes
-    out below zero; and no border may be as wide as its pool: such a graph cannot be opened. Averages with a narrower
-    one, and maxima of what is nowhere below zero, are right (see `optimize.export.onnx_graph.pool_rewrites`).
+    ONNX Runtime (1.31, ``PadFusion``; its pull request 18136) does so at its default optimization level if nothing else
+    reads them. A max pool ignores its own padding, so the maximum of a zero and negative numbers becomes negative. No
+    padding may be as wide as its pool: such a graph cannot be opened. Averages with narrower padding are right, and so
+    are maxima of values that are never negative (see `optimize.export.onnx_graph.pool_rewrites`).
     """
     for node in graph.of("MaxPool", "AveragePool"):
         pad = _border(graph, node)
@@ -44,10 +44,10 @@ def padded_pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("counted-end", "warning", CPUS)
 def counted_ends(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """An average between integers that may reach over an image's end counts no border: engines count other places.
+    """An average between integers that may reach over an image's end counts no padding: engines count other places.
 
-    Where sizes are rounded up (``ceil_mode``). ONNX Runtime (1.31, ``QLinearAveragePool``) counts places that are not
-    there, and OpenVINO (2026.4.1), where there are zeros around the image, too (see
+    This concerns sizes that are rounded up (``ceil_mode``). ONNX Runtime (1.31, ``QLinearAveragePool``) counts places
+    that do not exist. So does OpenVINO (2026.4.1) with zeros around the image (see
     `optimize.export.onnx_graph.pool_rewrites`).
     """
     for node in graph.of("AveragePool"):
@@ -64,7 +64,7 @@ def counted_ends(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 def softmax_ranges(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A softmax between integers gives shares in steps of a 256th or more: ONNX Runtime wraps more than 256 around.
 
-    ONNX Runtime (1.31) makes an operator of the integers of it (``QLinearSoftmax``), which does not saturate (see
+    ONNX Runtime (1.31) fuses it into an integer operator (``QLinearSoftmax``) that does not saturate (see
     `optimize.quantization.lowering.softmax_shares`).
     """
     for node in graph.of("Softmax"):
@@ -78,7 +78,7 @@ def softmax_ranges(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 
 def _steps(graph: Graph, node: NodeProto) -> Iterator[float]:
-    """The scales of quantizers behind a node."""
+    """Yield the scales of the quantizers behind a node."""
     waiting, seen = graph.takers(node), set[str]()
     while waiting:
         taker = waiting.pop(0)
@@ -94,7 +94,7 @@ def _steps(graph: Graph, node: NodeProto) -> Iterator[float]:
 
 
 def _border(graph: Graph, pool: NodeProto) -> NodeProto | None:
-    """The Pad whose zeros ONNX Runtime makes a pool's own border; None if it does not."""
+    """Return the Pad whose zeros ONNX Runtime turns into a pool's own padding, or None."""
     pad = graph.producer(pool)
     if pad is not None and pad.op_type == "Cast" and graph.alone(pad):
         pad = graph.producer(pad)
@@ -121,7 +121,7 @@ def _border(graph: Graph, pool: NodeProto) -> NodeProto | None:
 
 
 def _wide(graph: Graph, pad: NodeProto, pool: NodeProto) -> bool:
-    """Whether a border and a pool's own are as wide as the pool, on some side."""
+    """Tell whether a Pad and a pool's own padding are together as wide as the pool, on some side."""
     kernel = attribute(pool, "kernel_shape", ())
     sizes = graph.values(pad, 1)
     assert sizes is not None
@@ -131,7 +131,7 @@ def _wide(graph: Graph, pad: NodeProto, pool: NodeProto) -> bool:
 
 
 def _positive(graph: Graph, pad: NodeProto) -> bool:
-    """Whether what a Pad is given is nowhere below zero."""
+    """Tell whether a Pad's input is never negative."""
     given = graph.producer(pad)
     if given is None:
         return False

@@ -1,4 +1,4 @@
-"""Rules of what OpenVINO computes otherwise than a graph says; each names the version that was seen to."""
+"""Rules of graphs that OpenVINO computes wrongly. Each names the version in which it was seen."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from optimize.lint.graph import (
     summed_alone,
 )
 
-# What makes a tensor of a size that is an input, by the number of that input.
+# Operators that make a tensor of a given size, with the number of that input.
 _SIZED = {"Expand": 1, "Tile": 1, "ConstantOfShape": 0}
 
-# What a size passes on the way there.
+# Operators between a size and that input.
 _SIZES_PASS = ("Concat", "Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity", "Mul", "Where", "Max")
 
 
 @rule("norm-floor", "warning", CPUS)
 def norm_floors(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A norm that divides its integers' values is kept from zero by half a step: engines leave a residue of zeros.
+    """A norm that divides its integers' values has a lower bound of half a step: engines leave a residue of zeros.
 
-    OpenVINO (2026.4.1) gives of a zero the rounding errors of its zero-point, where quantizer and dequantizer become
-    one FakeQuantize. Behind a floor of 1e-12 a vector of them is divided by its own length, and has length 1 then. No
-    other norm is below a step, so that half of one changes no quotient (see
-    `optimize.quantization.lowering.openvino.norm_floors`). What is made of a norm otherwise, its logarithm or a
-    quotient of another tensor, is no direction, and such a floor is seen.
+    OpenVINO (2026.4.1) fuses quantizer and dequantizer into one FakeQuantize. A zero then leaves the rounding errors of
+    its zero point. With a bound of 1e-12 a vector of them is divided by its own length, and gets length 1. No other
+    norm is below a step, so a bound of half a step changes no quotient (see
+    `optimize.quantization.lowering.openvino.norm_floors`). Other uses of a norm, such as its logarithm or the quotient
+    of another tensor, are no directions, and there such a bound matters.
     """
     for node in graph.of("Clip", "Max"):
         number, norm = _norm(graph, node)
@@ -58,9 +58,9 @@ def norm_floors(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("integer-reduction", "warning", CPUS)
 def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Sums and means over axes do not read what is dequantized: OpenVINO reduces the integers, and wrongly.
+    """Sums and means over axes do not read dequantized values: OpenVINO reduces the integers, and wrongly.
 
-    OpenVINO (2026.4.1) moves the DequantizeLinear behind them. Means over the two last of four axes are right (see
+    OpenVINO (2026.4.1) moves the DequantizeLinear behind them. Means over the last two of four axes are right (see
     `optimize.quantization.lowering.openvino.reductions`).
     """
     for node in graph.of("ReduceSum", "ReduceMean", "Einsum"):
@@ -77,7 +77,7 @@ def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 def extremes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """Maxima and minima of floats over axes are not quantized right behind: OpenVINO compares bytes, and wrongly.
 
-    OpenVINO (2026.4.1) lets them write the quantizer's bytes. Over what is dequantized they are right (see
+    OpenVINO (2026.4.1) lets them write the quantizer's bytes. Over dequantized values they are right (see
     `optimize.quantization.lowering.openvino.extremes`).
     """
     for node in graph.of("ReduceMax", "ReduceMin"):
@@ -91,9 +91,9 @@ def extremes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("integer-border", "warning", CPUS)
 def borders(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """What is dequantized gets no border along one axis, but of zeros without a zero-point: OpenVINO fills it wrongly.
+    """Dequantized values get no padding along one axis, except zeros with zero point 0: OpenVINO fills it wrongly.
 
-    OpenVINO (2026.4.1) moves the DequantizeLinear behind the Pad. Along two axes it is right (see
+    OpenVINO (2026.4.1) moves the DequantizeLinear behind the Pad. Padding along two axes is right (see
     `optimize.quantization.lowering.openvino.borders`).
     """
     for node in graph.of("Pad"):
@@ -111,9 +111,9 @@ def borders(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("norm-epsilon", "warning", CPUS)
 def norm_epsilons(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """What is dequantized and normed has variances beside which the epsilon is nothing: OpenVINO adds it to integers'.
+    """A norm of dequantized values has an epsilon that is tiny beside their variance: OpenVINO adds it to integers.
 
-    OpenVINO (2026.4.1) norms the integers, whose variances are larger by the square of their scale (see
+    OpenVINO (2026.4.1) normalises the integers, whose variances are larger by the square of their scale (see
     `optimize.quantization.lowering.openvino.reductions`).
     """
     for node in graph.of("LayerNormalization", "InstanceNormalization", "GroupNormalization"):
@@ -130,9 +130,9 @@ def norm_epsilons(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("counted-zeros", "warning", CPUS)
 def counted_zeros(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """An average that counts zeros around a map reads no integers with a zero-point: OpenVINO counts the integer 0.
+    """An average that counts zeros around a map reads no integers with a zero point: OpenVINO counts the integer 0.
 
-    OpenVINO (2026.4.1) averages the integers, and dequantizes behind that (see
+    OpenVINO (2026.4.1) averages the integers and dequantizes afterwards (see
     `optimize.quantization.lowering.openvino.borders`).
     """
     for node in graph.of("AveragePool"):
@@ -150,11 +150,11 @@ def counted_zeros(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 def group_widths(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A group of a quantized 1×1 convolution reads up to 64 channels, or 64 n: OpenVINO gets others wrong with AMX.
 
-    OpenVINO (2026.4.1) takes a kernel for convolutions of one place, without steps or borders, on CPUs with AMX that
-    reads 64 channels at once, also those of the group behind. Nothing that is right comes out where a group has a
-    multiple of 4 of them (72, 96, 120); others have another kernel. Where a group gives more than 64, too, it was seen
-    to raise "No reorder available" when it is run. With ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI`` all were right, and
-    with a border (see `optimize.quantization.lowering.amx.group_widths`).
+    On CPUs with AMX, OpenVINO (2026.4.1) has a kernel for 1×1 convolutions without stride or padding. It reads 64
+    channels at once, also those of the next group. All results are wrong if a group has another multiple of 4 (72, 96,
+    120). Other widths use another kernel. If a group also gives more than 64 channels, it was seen to raise "No reorder
+    available" at run time. All were right with ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI``, and with padding (see
+    `optimize.quantization.lowering.amx.group_widths`).
     """
     for node in graph.of("Conv"):
         weight = graph.kernel(node)
@@ -174,9 +174,8 @@ def group_widths(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 def narrow_groups(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A group of a convolution of several places reads 32 channels or more: OpenVINO gets fewer wrong with AMX.
 
-    OpenVINO (2026.4.1) computes the first group of more than 16 answers (but of 32), and nothing that is right for the
-    others, where the integers that they read have a zero-point (see
-    `optimize.quantization.lowering.amx.narrow_groups`).
+    OpenVINO (2026.4.1) computes only the first group right, if groups have more than 16 outputs (except 32) and the
+    integers that they read have a zero point (see `optimize.quantization.lowering.amx.narrow_groups`).
     """
     for node in graph.of("Conv"):
         weight, given, groups = graph.kernel(node), graph.dequantizer(node), attribute(node, "group", 1)
@@ -196,8 +195,8 @@ def narrow_groups(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 def joined(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A ReLU or a constant reads a concatenation before it is quantized again: OpenVINO ends the process otherwise.
 
-    OpenVINO (2026.4.1) opens such a graph by a step, ``MoveFakeQuantize``, that ends with SIGSEGV where the pair behind
-    the Concat has a zero-point (see `optimize.quantization.lowering.openvino.concatenations`).
+    OpenVINO (2026.4.1) opens such a graph with a step, ``MoveFakeQuantize``, that ends with SIGSEGV if the pair behind
+    the Concat has a zero point (see `optimize.quantization.lowering.openvino.concatenations`).
     """
     for node in graph.of("Relu", "Mul", "Add", "Sub", "Div"):
         varying = [number for number, name in enumerate(node.input) if not graph.constant(name)]
@@ -216,7 +215,7 @@ def joined(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("joined-tokens", "warning", CPUS)
 def joined_tokens(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A linear layer reads no integers that are put together along another axis: OpenVINO cannot open such a graph.
+    """A linear layer reads no integers that are concatenated along another axis: OpenVINO cannot open such a graph.
 
     OpenVINO (2026.4.1) moves the quantizer in front of the Concat, and divides the layer's weight by a scale for each
     token (see `optimize.quantization.lowering.openvino.concatenations`).
@@ -235,7 +234,7 @@ def joined_tokens(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 
 def _put_together(graph: Graph, node: NodeProto, number: int) -> NodeProto | None:
-    """The Concat of integers that an input comes from behind a pair of its own; None: from anything else."""
+    """Return the Concat of integers from which an input comes, behind its own pair, or None."""
     found = graph.producer(node, number)
     for operator in ("DequantizeLinear", "QuantizeLinear"):
         if found is None or found.op_type != operator:
@@ -247,7 +246,7 @@ def _put_together(graph: Graph, node: NodeProto, number: int) -> NodeProto | Non
 
 
 def _reduced(graph: Graph, node: NodeProto) -> Sequence[int]:
-    """Which inputs a node sums or takes means of, over anything but a map."""
+    """Return the inputs that a node sums or averages, except over a map."""
     if node.op_type == "Einsum":
         return summed_alone(attribute(node, "equation", b"").decode(errors="replace"))
     axes = graph.values(node, 1)
@@ -257,12 +256,12 @@ def _reduced(graph: Graph, node: NodeProto) -> Sequence[int]:
 
 @rule("counted-images", "warning", CPUS)
 def counted(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Nothing is copied for as many images as the graph counts: OpenVINO then loses the bias of a quantized layer.
+    """Nothing is repeated for the number of images that the graph counts: OpenVINO then loses a quantized layer's bias.
 
-    OpenVINO (2026.4.1) counts another tensor that has as many, such as the answer of a convolution, which then has a
-    second reader between it and its bias (see
-    `optimize.export.onnx_graph.engine_rewrites.write_out_copies`). It was seen where one size of a Shape is taken;
-    `zeros_like`, which takes them all, was right.
+    OpenVINO (2026.4.1) reads that number from another tensor with as many images, such as a convolution's output. That
+    output then has a second reader between it and its bias (see
+    `optimize.export.onnx_graph.engine_rewrites.write_out_copies`). It was seen where one size of a Shape is taken.
+    `zeros_like`, which takes all sizes, was right.
     """
     if not any(len(layer.input) > 2 and graph.in_integers(layer) for layer in graph.of("Conv")):
         return
@@ -276,7 +275,7 @@ def counted(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 
 def _counts(graph: Graph, node: NodeProto, number: int) -> bool:
-    """Whether the first size of something, taken from its Shape alone, is part of an input."""
+    """Tell whether an input contains the first size of a tensor, taken from its Shape alone."""
     waiting, seen = [graph.producer(node, number)], set[str]()
     while waiting:
         before = waiting.pop()
@@ -296,26 +295,26 @@ def _counts(graph: Graph, node: NodeProto, number: int) -> bool:
 
 
 def _divides(graph: Graph, floored: NodeProto, given: NodeProto) -> bool:
-    """Whether what a DequantizeLinear gives is divided by what a node gives, each moved or not, or copied."""
+    """Tell whether a DequantizeLinear's values are divided by a node's, each perhaps moved or repeated."""
     waiting, seen = [floored], set[str]()
     while waiting:
         node = waiting.pop()
-        if node.output[0] in seen:  # or a graph of n moves that meet again would have 2 ** n ways
+        if node.output[0] in seen:  # otherwise n moves that meet again would have 2 ** n paths
             continue
         seen.add(node.output[0])
         for taker in graph.takers(node):
             if taker.op_type in (*MOVES, "Cast", "Expand") and taker.input[0] == node.output[0]:
                 waiting.append(taker)
             elif taker.op_type == "Div" and taker.input[1] == node.output[0]:
-                divided = graph.dequantizer(taker)  # each reader may have a dequantizer of its own
+                divided = graph.dequantizer(taker)  # each reader may have its own dequantizer
                 if divided is not None and divided.input[:] == given.input[:]:
                     return True
     return False
 
 
 def _norm(graph: Graph, node: NodeProto) -> tuple[int, NodeProto | None]:
-    """Which of its inputs a Clip or a Max takes a norm by, and the norm; None if it takes none."""
-    for number in (0, 1) if node.op_type == "Max" else (0,):  # of a maximum either side may be the floor
+    """Return the norm that a Clip or a Max bounds, and the number of that input, or None."""
+    for number in (0, 1) if node.op_type == "Max" else (0,):  # either input of a maximum may be the bound
         norm = graph.producer(node, number)
         if norm is not None and norm.op_type in ("ReduceL1", "ReduceL2"):
             return number, norm

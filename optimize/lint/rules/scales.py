@@ -1,4 +1,4 @@
-"""Rules of scales and zero-points: numbers that quantize to anything at all, and as the target adds them."""
+"""Rules of scales and zero points: their values quantize at all, and suit the target."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def scales(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """Scales are positive, finite and normal numbers.
 
     ONNX's QuantizeLinear divides by them. TensorRT's parser asserts "Scale coefficients must all be positive"
-    (onnx-tensorrt, ``QuantDequantLinearHelper``); 0 comes of a tensor that calibration saw no value of. A subnormal
-    number is flushed to 0 by processors that were told to (FTZ), and by GPUs' fast arithmetic.
+    (onnx-tensorrt, ``QuantDequantLinearHelper``). A scale of 0 comes from a tensor without values in calibration.
+    Processors in FTZ mode, and the fast arithmetic of GPUs, flush a subnormal number to 0.
     """
     for node in graph.of(*_PAIR):
         scale = graph.values(node, 1)
@@ -46,9 +46,9 @@ def scales(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("computed-scale", "error")
 def computed_scales(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Scales and zero-points are constants of the file: a static graph's are what calibration found.
+    """Scales and zero points are constants of the file: in a static graph, calibration found them.
 
-    ONNX Runtime fuses constant ones only (``QDQ::…NodeGroupSelector``); with a computed scale a layer stays in float.
+    ONNX Runtime fuses only constant ones (``QDQ::…NodeGroupSelector``). With a computed scale a layer stays in float.
     """
     for node in graph.of(*_PAIR):
         for number, what in ((1, "scale"), (2, "zero-point")):
@@ -63,12 +63,12 @@ def computed_scales(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("zero-point", "error")
 def zero_points(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """TensorRT: all zero-points are 0; CPUs: those of weights are.
+    """TensorRT needs zero points of 0 everywhere, CPUs for weights.
 
     TensorRT's parser: "TensorRT only supports symmetric quantization. The zero point for the
     QuantizeLinear/DequantizeLinear operator must be all zeros", and "The scale and zero point must have the same
-    volume" (onnx-tensorrt, ``QuantDequantLinearHelper``; docs/operators.md). On CPUs the kernels with a zero-point
-    for each weight's channel are not those that VNNI makes fast.
+    volume" (onnx-tensorrt, ``QuantDequantLinearHelper``; docs/operators.md). On CPUs, kernels with a zero point for
+    each weight channel are not the ones that VNNI makes fast.
     """
     for node in graph.of(*_PAIR):
         zero, scale = graph.values(node, 2), graph.tensor(node, 1)
@@ -91,9 +91,9 @@ def zero_points(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("per-channel-activation", "error", TENSORRT)
 def per_channel_activations(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """One scale for an activation: "Activations-quantization does not support per-axis quantization".
+    """An activation has one scale: "Activations-quantization does not support per-axis quantization".
 
-    Comment in onnx-tensorrt's ``QuantDequantLinearHelper``.
+    Source: a comment in onnx-tensorrt's ``QuantDequantLinearHelper``.
     """
     for node in graph.of(*_PAIR):
         scale = graph.tensor(node, 1)

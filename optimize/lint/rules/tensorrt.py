@@ -1,7 +1,7 @@
-"""Rules of TensorRT's ONNX parser that are not about quantizers: opset, operators, and where uint8 may stand.
+"""Rules of TensorRT's ONNX parser beside quantizers: opset, operators, and the places for uint8.
 
-From onnx-tensorrt's docs/operators.md of TensorRT 10.15; that of 11.2 has the same range of opsets, and 11.5's release
-notes add 25.
+Source: onnx-tensorrt's docs/operators.md of TensorRT 10.15. That of 11.2 has the same range of opsets, and 11.5's
+release notes add 25.
 """
 
 from __future__ import annotations
@@ -17,25 +17,62 @@ from optimize.lint.graph import Graph, attribute, label, qualified
 _OPSETS = (9, 24)
 _PER_CHANNEL = 13
 
-# Marked N; and Swish, which is of opset 24 and is not listed.
-# fmt: off
-_UNSUPPORTED = frozenset({
-    "AffineGrid", "Bernoulli", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "CenterCropPad",
-    "Col2Im", "Compress", "ConcatFromSequence", "ConvInteger", "DFT", "Det", "DynamicQuantizeLinear",
-    "ImageDecoder", "MatMulInteger", "MaxRoiPool", "MaxUnpool", "MelWeightMatrix", "Multinomial",
-    "NegativeLogLikelihoodLoss", "Optional", "OptionalGetElement", "OptionalHasElement", "QLinearConv",
-    "QLinearMatMul", "RegexFullMatch", "SequenceAt", "SequenceConstruct", "SequenceEmpty", "SequenceErase",
-    "SequenceInsert", "SequenceLength", "SequenceMap", "SoftmaxCrossEntropyLoss", "SplitToSequence", "StringConcat",
-    "StringNormalizer", "StringSplit", "Swish", "TfIdfVectorizer", "Unique",
-})
+# Operators marked N, and Swish, which is of opset 24 and not listed.
+_UNSUPPORTED = frozenset(
+    {
+        "AffineGrid",
+        "Bernoulli",
+        "BitShift",
+        "BitwiseAnd",
+        "BitwiseNot",
+        "BitwiseOr",
+        "BitwiseXor",
+        "CenterCropPad",
+        "Col2Im",
+        "Compress",
+        "ConcatFromSequence",
+        "ConvInteger",
+        "DFT",
+        "Det",
+        "DynamicQuantizeLinear",
+        "ImageDecoder",
+        "MatMulInteger",
+        "MaxRoiPool",
+        "MaxUnpool",
+        "MelWeightMatrix",
+        "Multinomial",
+        "NegativeLogLikelihoodLoss",
+        "Optional",
+        "OptionalGetElement",
+        "OptionalHasElement",
+        "QLinearConv",
+        "QLinearMatMul",
+        "RegexFullMatch",
+        "SequenceAt",
+        "SequenceConstruct",
+        "SequenceEmpty",
+        "SequenceErase",
+        "SequenceInsert",
+        "SequenceLength",
+        "SequenceMap",
+        "SoftmaxCrossEntropyLoss",
+        "SplitToSequence",
+        "StringConcat",
+        "StringNormalizer",
+        "StringSplit",
+        "Swish",
+        "TfIdfVectorizer",
+        "Unique",
+    }
+)
 # fmt: on
 
 
 @rule("opset", "error", TENSORRT)
 def opsets(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Opset 9 to 24 ("TensorRT 10.15 supports operators in the inclusive range of opset 9 to opset 24").
+    """The opset is 9 to 24 ("TensorRT 10.15 supports operators in the inclusive range of opset 9 to opset 24").
 
-    Below 13, ONNX has no scale for each channel.
+    Below 13, ONNX has no per-channel scales.
     """
     low, high = _OPSETS
     if not low <= graph.opset <= high:
@@ -44,9 +81,10 @@ def opsets(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("operator", "error", TENSORRT)
 def operators(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Every operator is one that the parser imports: of ONNX's own domain, and marked Y in docs/operators.md.
+    """The parser imports every operator: each is of ONNX's own domain, and marked Y in docs/operators.md.
 
-    Those of ONNX Runtime's domain (``com.microsoft``) are its own, and QLinearConv and its like are not imported.
+    Operators of ONNX Runtime's domain (``com.microsoft``) are its own. QLinearConv and similar operators are not
+    imported.
     """
     for node in graph.of():
         foreign = node.domain not in ("", "ai.onnx")
@@ -60,7 +98,7 @@ def operators(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("pool-shape", "error", TENSORRT)
 def pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Pools have 2 or 3 dimensions and no dilations, and give no indices (docs/operators.md: MaxPool, AveragePool)."""
+    """Pools have 2 or 3 dimensions, no dilations and no indices (docs/operators.md: MaxPool, AveragePool)."""
     for node in graph.of("MaxPool", "AveragePool"):
         kernel, dilations = attribute(node, "kernel_shape", ()), attribute(node, "dilations", ())
         if (
@@ -77,7 +115,7 @@ def pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("uint8-inside", "error", TENSORRT)
 def bytes_inside(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A uint8 input of the graph is cast to floats before anything else.
+    """A uint8 input of the graph is cast to float before anything else.
 
     docs/operators.md: "UINT8 is only supported as network input or output tensor types".
     """

@@ -1,4 +1,4 @@
-"""Rules of weights: integers in the file, one scale for each output channel, beside an input that is quantized, too."""
+"""Rules of weights: integers in the file, a scale for each output channel, and an input that is quantized, too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnx import NodeProto, TensorProto
 from optimize.lint.base import CPUS, TENSORRT, Fault, LintTarget, rule
 from optimize.lint.graph import LAYERS, MOVES, Graph, attribute, label
 
-# What a weight passes on the way to its layer, its axes as they are.
+# Operators between a weight and its layer that keep its axes.
 _KEEPS_AXES = ("Identity", "Dropout", "Cast")
 
 
@@ -19,7 +19,8 @@ def unfolded(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """Weights are integers in the file, not floats behind a QuantizeLinear.
 
     Both are legal (TensorRT takes "high-precision" and "pre-quantized weights", see "Explicit Quantization" in its
-    documentation): the file is four times as large, and what folds the weights later rounds ties in its own way.
+    documentation). But the file is four times as large, and whatever folds the weights later rounds ties in its own
+    way.
     """
     for node in graph.of("QuantizeLinear"):
         if graph.constant(node.input[0]):
@@ -32,7 +33,7 @@ def unfolded(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("half-quantized-layer", "warning")
 def half_quantized(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Input and weight of a layer are quantized, or neither: with one of them in float it computes in float."""
+    """Input and weight of a layer are both quantized, or neither: with one in float, it computes in float."""
     for layer in graph.of(*LAYERS):
         if len(layer.input) < 2 or not graph.constant(layer.input[1]):
             continue
@@ -55,10 +56,10 @@ def half_quantized(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 def axes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A weight with several scales has one for each output channel.
 
-    They lie along axis 0 of a convolution's weight, 1 of a transposed one's, and along the columns of the product of a
+    The channels are axis 0 of a convolution's weight, axis 1 of a transposed one's, and the columns of the product of a
     Gemm or MatMul. ONNX's default is axis 1. TensorRT's parser: "The number of scales is not equal to the number of
     output channels" (onnx-tensorrt, ``QuantDequantLinearHelper``). Blocks of weights (``block_size``, from opset 21 on)
-    have scales of their own, and are not looked at.
+    have their own scales, and are not checked.
     """
     for layer in graph.of(*LAYERS):
         weight = graph.weight(layer)
@@ -83,8 +84,8 @@ def axes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 def int32_bias(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """Biases are floats for TensorRT.
 
-    Of an int32 bias behind a DequantizeLinear its parser says "only activation types allowed as input to this layer"
-    (onnx-tensorrt issue 850, TensorRT issue 3360); docs/operators.md lists INT8, FP8, FP4 and INT4 for it.
+    For an int32 bias behind a DequantizeLinear its parser says "only activation types allowed as input to this layer"
+    (onnx-tensorrt issue 850, TensorRT issue 3360). docs/operators.md lists INT8, FP8, FP4 and INT4 for it.
     """
     for node in graph.of("DequantizeLinear"):
         if graph.constant(node.input[0]) and graph.integers(node) == TensorProto.INT32:
@@ -97,9 +98,9 @@ def int32_bias(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("weight-128", "warning", CPUS)
 def least_integer(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Symmetric weights of 8 bits keep to −127 … 127, so that −w is representable whenever w is.
+    """Symmetric weights of 8 bits stay within −127 … 127, so that −w is representable whenever w is.
 
-    A −128 shows that the tool clipped to other bounds than it computed scales by: torch's two conversions differ in it.
+    A −128 shows that the tool clipped to other bounds than those of its scales. Torch's two conversions differ in it.
     """
     for layer in graph.of(*LAYERS):
         weight = graph.weight(layer)
@@ -110,7 +111,10 @@ def least_integer(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 
 def _output_axis(graph: Graph, layer: NodeProto, rank: int) -> int | None:
-    """The axis of a layer's stored weight that its output channels lie along; None: it is moved in a way of its own."""
+    """Return the axis of a layer's stored weight with its output channels.
+
+    None: the weight is moved in another way.
+    """
     of_a_map = layer.op_type in ("Conv", "ConvTranspose")
     last = not (layer.op_type == "Gemm" and attribute(layer, "transB", 0))
     node = graph.producer(layer, 1)
