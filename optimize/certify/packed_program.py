@@ -178,7 +178,7 @@ def _keywords(operator: Any, schema: str, given: Sequence[Any]) -> Iterator[tupl
 
 
 def _has(tensor: Any, integers: torch.Tensor) -> bool:
-    """Whether it is a quantized tensor of these integers."""
+    """Tell whether a value is a quantized tensor with these integers."""
     if not isinstance(tensor, torch.Tensor) or not tensor.is_quantized or tensor.shape != integers.shape:
         return False
     return torch.equal(tensor.int_repr(), integers)

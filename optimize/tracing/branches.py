@@ -301,7 +301,7 @@ def _layer(module: fx.GraphModule, name: str | None) -> nn.Conv2d:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Whether a node adds two things, without a factor."""
+    """Tell whether a node adds two operands, without a factor."""
     if node.kwargs or len(node.args) != 2:
         return False
     known = (node.op == "call_function" and node.target in _ADDITIONS) or (

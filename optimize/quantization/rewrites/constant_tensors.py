@@ -63,7 +63,7 @@ def _begins(node: fx.Node) -> bool:
 
 
 def _known(module: fx.GraphModule, example: torch.Tensor) -> dict[fx.Node, Any]:
-    """What nodes give that depends on no image's numbers, nor on how many there are."""
+    """Return the values of nodes that depend neither on the images nor on their number."""
     asked, known, values = set[fx.Node](), dict[fx.Node, Any](), _Values.of(module, example)
     for node in module.graph.nodes:
         if _asks(node) or (node.target is operator.getitem and node.args[0] in asked):
