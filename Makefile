@@ -67,7 +67,7 @@ JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install optimize serve add replace remove stop status package test lint
+.PHONY: help install install-dev optimize serve add replace remove stop status package test lint
 .PHONY: bench bench-cpu bench-gpu bench-quant bench-data bench-serve bench-attacks bench-decoding bench-intervals bench-models table-cifar zoo
 .PHONY: soak audit fuzz prose docs reference clean check-workarounds
 
@@ -91,6 +91,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
+
+install-dev: $(VENV)/.installed-dev ## the same, with what lint, the tests and these documents need
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

@@ -234,23 +234,28 @@ def refusals(source: str) -> Iterator[tuple[int, str, str]]:
         ):
             continue
         where_status, where_kind = _REFUSALS[call.func.id]
-        said = call.args[1 if where_status == 0 and len(call.args) > 1 else 0]
-        if isinstance(said, ast.Name):  # a variable: what was assigned to it last, above the call
-            above = [each.value for line, each in assigned if line < call.lineno and _assigns(each, said.id)]
-            said = above[-1] if above else said
-        status, kind = _argument_at(call, where_status, "400"), _argument_at(call, where_kind, "")
-        if (message := _text(said)) and status and status.isdigit() and kind:
-            yield int(status), kind, message
+        arguments = []
+        for argument in call.args:  # of a variable: what was assigned to it last, above the call
+            above = [
+                each.value
+                for line, each in assigned
+                if isinstance(argument, ast.Name) and line < call.lineno and _assigns(each, argument.id)
+            ]
+            arguments.append(_text(above[-1] if above else argument))
+        said = arguments[1 if where_status == 0 and len(arguments) > 1 else 0]
+        status, kind = _argument_at(arguments, where_status, "400"), _argument_at(arguments, where_kind, "")
+        if said and status and status.isdigit() and kind:
+            yield int(status), kind, said
 
 
 def _assigns(assignment: ast.Assign, name: str) -> bool:
     return any(isinstance(target, ast.Name) and target.id == name for target in assignment.targets)
 
 
-def _argument_at(call: ast.Call, where: int | str, otherwise: str) -> str | None:
+def _argument_at(arguments: Sequence[str | None], where: int | str, otherwise: str) -> str | None:
     if isinstance(where, str):
         return where
-    return _text(call.args[where]) if where < len(call.args) else otherwise
+    return arguments[where] if where < len(arguments) else otherwise
 
 
 def _text(node: ast.expr) -> str | None:
