@@ -22,7 +22,7 @@ from serve.runtime.errors import UserError
 #: The longest name that a recipe allows.
 _LONGEST_NAME = 64
 #: The most characters of a name that spell out settings, and the most that spell out one value.
-_SAID, _VALUE = 48, 24
+_LONGEST_SETTINGS, _LONGEST_VALUE = 48, 24
 #: The digest of its code that ends the stored name of a user's own observer.
 _DIGEST = re.compile(r"@[0-9a-f]{12}\b")
 
@@ -62,28 +62,28 @@ def _changed(config: BaseModel) -> dict[str, str]:
     usual = defaults(type(config))
     plain = config.model_dump(mode="json", exclude_unset=True)
     return {
-        name: _legal(f"{name.replace('_', '')}-{_said(getattr(config, name), plain[name])}")
+        name: _legal(f"{name.replace('_', '')}-{_short_value(getattr(config, name), plain[name])}")
         for name in plain
         if name not in usual or getattr(config, name) != usual[name]
     }
 
 
-def _said(value: object, plain: Any) -> str:
+def _short_value(value: object, plain: Any) -> str:
     """Return a short form of a setting's value. Four digits of its digest replace whatever is cut off."""
     if isinstance(value, BaseModel):
-        said = "-".join(_changed(value).values())
+        text = "-".join(_changed(value).values())
     elif isinstance(plain, float):
-        said = f"{plain:.6g}"
-        if math.isclose(float(said), plain, rel_tol=1e-9):  # 0.1 + 0.2 should read 0.3
-            return said
+        text = f"{plain:.6g}"
+        if math.isclose(float(text), plain, rel_tol=1e-9):  # 0.1 + 0.2 should read 0.3
+            return text
     elif isinstance(plain, dict | list):
-        said = "-".join(map(str, _leaves(plain)))
+        text = "-".join(map(str, _leaves(plain)))
     else:
         return _DIGEST.sub("", str(plain))
-    said = _DIGEST.sub("", said)
-    if isinstance(plain, float) or len(said) > _VALUE:
-        return f"{said if isinstance(plain, float) else len(plain)}-{_digits(plain)}"
-    return said
+    text = _DIGEST.sub("", text)
+    if isinstance(plain, float) or len(text) > _LONGEST_VALUE:
+        return f"{text if isinstance(plain, float) else len(plain)}-{_digits(plain)}"
+    return text
 
 
 def _leaves(plain: Any) -> Iterator[object]:
@@ -96,7 +96,7 @@ def _leaves(plain: Any) -> Iterator[object]:
         for value in plain:
             yield from _leaves(value)
     else:
-        yield _said(plain, plain)
+        yield _short_value(plain, plain)
 
 
 def _joined(name: str, settings: Mapping[str, str]) -> str:
@@ -104,7 +104,7 @@ def _joined(name: str, settings: Mapping[str, str]) -> str:
     words = [name]
     for number, (setting, part) in enumerate(settings.items()):
         short = f"{_legal(setting)}-{_digits(part)}"
-        fits = next((said for said in (part, short) if len("-".join([*words, said])) <= _SAID), None)
+        fits = next((text for text in (part, short) if len("-".join([*words, text])) <= _LONGEST_SETTINGS), None)
         if fits is None:
             rest = list(settings.values())[number:]
             words.append(f"{len(rest)}-more-{_digits(rest)}")

@@ -55,26 +55,29 @@ def built_digest(build: Callable[[], nn.Module], shape: tuple[int, int, int]) ->
     Raises:
         UserError: as the factory does.
     """
-    with _same_chance():
-        first = _looked_at(build())
-    with _same_chance():
+    with _same_random_numbers():
+        first = _examined(build())
+    with _same_random_numbers():
         module = build()
-        second = _looked_at(module)
+        second = _examined(module)
         stable = {name: value if second[name] == value else None for name, value in first.items()}
         if None not in stable.values():
             module.eval()
-            stable["answers"] = _told(lambda: _answers(module, shape))
+            stable["answers"] = _digest_or_error(lambda: _answers(module, shape))
             module.train()
-            stable["answers in training"] = _told(lambda: _answers(module, shape))
+            stable["answers in training"] = _digest_or_error(lambda: _answers(module, shape))
     return make_key(**stable)
 
 
-def _looked_at(module: nn.Module) -> dict[str, str | None]:
+def _examined(module: nn.Module) -> dict[str, str | None]:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {"structure": _told(lambda: module_digest(module)), "values": _told(lambda: tensors_digest(tensors))}
+    return {
+        "structure": _digest_or_error(lambda: module_digest(module)),
+        "values": _digest_or_error(lambda: tensors_digest(tensors)),
+    }
 
 
-def _told(digest: Callable[[], str]) -> str:
+def _digest_or_error(digest: Callable[[], str]) -> str:
     """Return a digest, or the kind of the error. A fault of the network is reported where the network is used."""
     try:
         return digest()
@@ -120,7 +123,7 @@ def _tensors(answer: Any) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def _same_chance() -> Iterator[None]:
+def _same_random_numbers() -> Iterator[None]:
     """Use the same random numbers in each block, and restore the generators afterwards."""
     before, of_numpy = random.getstate(), np.random.get_state()
     try:

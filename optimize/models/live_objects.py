@@ -111,7 +111,7 @@ class _Walk:
         self._home = home
         # The number of each object. Keeps the objects alive, so that no id is used twice.
         self._met: dict[int, tuple[int, object]] = {}
-        self._waiting: deque[Any] = deque()  # not a recursion, because objects may be linked a thousand times
+        self._queue: deque[Any] = deque()  # not a recursion, because objects may be linked a thousand times
         self._modules: set[str] = set()
         self._project: set[str] = set()
 
@@ -119,8 +119,8 @@ class _Walk:
         self._digest.update(f"{len(text)}:{text}".encode())
 
     def end(self) -> str:
-        while self._waiting:
-            self._composed(self._waiting.popleft())
+        while self._queue:
+            self._composed(self._queue.popleft())
         self.say(source_digest(*self._project) if self._project else "")
         return self._digest.hexdigest()
 
@@ -142,7 +142,7 @@ class _Walk:
         else:
             if id(value) not in self._met:
                 self._met[id(value)] = len(self._met), value
-                self._waiting.append(value)
+                self._queue.append(value)
             self.say(f"object {self._met[id(value)][0]}")
 
     def _items(self, values: Iterable[Any]) -> None:

@@ -262,7 +262,7 @@ def _log_odds(probabilities: torch.Tensor) -> torch.Tensor:
     return (sure / (1 - sure)).log().clamp(-_MOST, _MOST)
 
 
-class _Heard(TorchFunctionMode):
+class _ActivationRecorder(TorchFunctionMode):
     """Records the input and the output of the last call of an activation."""
 
     def __init__(self, functions: frozenset[Any]) -> None:
@@ -287,9 +287,9 @@ def _before(
             answer = forward(self, images)
             given = _given_in_graph(answer, functions)
         else:
-            with _Heard(functions) as heard:
+            with _ActivationRecorder(functions) as recorded:
                 answer = forward(self, images)
-            given = heard.last[0] if heard.last is not None and heard.last[1] is answer else None
+            given = recorded.last[0] if recorded.last is not None and recorded.last[1] is answer else None
         return otherwise(answer) if given is None else given
 
     return forward_of_logits

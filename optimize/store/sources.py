@@ -59,20 +59,20 @@ def closure(*modules: str) -> frozenset[str]:
     """
     inside = {*PROJECT, *(name.partition(".")[0] for name in modules)}
     found: set[str] = set()
-    waiting = list(modules)
-    while waiting:
-        name = waiting.pop()
+    pending = list(modules)
+    while pending:
+        name = pending.pop()
         if name in found or name.partition(".")[0] not in inside:
             continue
         found.add(name)
         package = name.rpartition(".")[0]
         if "." in package:  # the package runs too; the exports of a distribution's top package change no result
-            waiting.append(package)
+            pending.append(package)
         facts = _facts(name)
-        waiting += [entry for entry in facts.imports if entry.partition(".")[0] in inside and _found(entry) is not None]
+        pending += [entry for entry in facts.imports if entry.partition(".")[0] in inside and _found(entry) is not None]
         for room in facts.registries:
             if not any(root.startswith(f"{room}.") for root in modules):
-                waiting += _members(room)
+                pending += _members(room)
     return frozenset(found)
 
 
@@ -198,9 +198,9 @@ def _imported(nodes: Iterable[ast.AST], package: str) -> list[str]:
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
     """Walk as `ast.walk` does, in source order and without the blocks for type checkers."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
+    pending = [node]
+    while pending:
+        node = pending.pop()
         yield node
         children: list[ast.AST] = []
         for child in ast.iter_child_nodes(node):
@@ -208,7 +208,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
                 children += child.orelse
             else:
                 children.append(child)
-        waiting += reversed(children)
+        pending += reversed(children)
 
 
 def _is_for_type_checkers(test: ast.expr) -> bool:

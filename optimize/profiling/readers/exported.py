@@ -25,10 +25,10 @@ def read(subject: Subject) -> Reading:
     work = program_work(module, torch.zeros(shape, dtype=getattr(torch, subject.card.input_dtype)))
     calls = operator_calls(subject, engine)
     found: dict[fx.Node, Piece] = {}
-    waiting = iter(node for node in module.graph.nodes if node.op == "call_function")
+    remaining = iter(node for node in module.graph.nodes if node.op == "call_function")
     for place, operator in enumerate(calls[-1][1]):
         # A node that computes a size, or a view that torch makes without an operator, has no event.
-        node = next((one for one in waiting if _schema(one) == operator.name), None)
+        node = next((one for one in remaining if _schema(one) == operator.name), None)
         if node is None:
             raise PipelineError(
                 f"torch's profiler shows {operator.name}, which the program's graph does not call there"

@@ -35,7 +35,7 @@ Event = dict[str, Any]
 def read(subject: Subject) -> Reading:
     """See `Reader`."""
     with tempfile.TemporaryDirectory() as folder:
-        with _sessions_that_tell(Path(folder, "session")):
+        with _profiled_sessions(Path(folder, "session")):
             engine = subject.open()
         for _ in range(WARM_CALLS + subject.calls):
             subject.call(engine)
@@ -52,7 +52,7 @@ def read(subject: Subject) -> Reading:
 
 
 @contextlib.contextmanager
-def _sessions_that_tell(prefix: Path) -> Iterator[None]:
+def _profiled_sessions(prefix: Path) -> Iterator[None]:
     """Make all sessions that are created within the block write a profile, whatever their options.
 
     The runtime's own code makes the session, so that it is the same as in the server. Profiling cannot be turned on for
@@ -61,13 +61,13 @@ def _sessions_that_tell(prefix: Path) -> Iterator[None]:
     library = runtime()
     plain = library.SessionOptions
 
-    class Telling(plain):  # type: ignore[misc, valid-type]
+    class ProfilingOptions(plain):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
             self.enable_profiling = True
             self.profile_file_prefix = str(prefix)
 
-    library.SessionOptions = Telling
+    library.SessionOptions = ProfilingOptions
     try:
         yield
     finally:

@@ -26,7 +26,7 @@ from torch import distributed
 
 from optimize.training.distributed.environment import Launch
 from optimize.training.distributed.launch_local import Ended, Place, Rank, Ranks
-from optimize.training.distributed.mailbox import Post
+from optimize.training.distributed.mailbox import Mailbox
 from serve.runtime.errors import PipelineError, UserError, first_line
 
 #: Seconds between two checks of a training process for a call that ends it.
@@ -37,7 +37,7 @@ _LOOKING = 0.3
 class _First:
     """The first process's own state."""
 
-    post: Post | None = None
+    mailbox: Mailbox | None = None
     failed: bool = False
 
 
@@ -50,13 +50,13 @@ def lead(started: Launch) -> None:
     Raises:
         UserError: the program has joined the processes into a group of its own.
     """
-    if _first.post is None:
+    if _first.mailbox is None:
         if distributed.is_initialized():
             raise UserError(
                 "torch.distributed is initialized in this process already, and each training does that for itself; "
                 "leave it out, or start without torchrun"
             )
-        _first.post = Post(started)
+        _first.mailbox = Mailbox(started)
         atexit.register(_say_over)
 
 
@@ -66,9 +66,9 @@ def failed() -> None:
 
 
 def _say_over() -> None:
-    if _first.post is not None and not _first.failed and getattr(sys, "last_value", None) is None:
+    if _first.mailbox is not None and not _first.failed and getattr(sys, "last_value", None) is None:
         with contextlib.suppress(distributed.DistError):
-            _first.post.say_over()
+            _first.mailbox.say_over()
 
 
 @contextmanager
@@ -84,17 +84,17 @@ def everywhere(folder: Path, started: Launch, kind: str) -> Iterator[Ranks]:
         PipelineError: one of the others does not come, or torchrun's store is gone.
     """
     lead(started)
-    post, training = _first.post, uuid.uuid4().hex
-    assert post is not None
+    mailbox, training = _first.mailbox, uuid.uuid4().hex
+    assert mailbox is not None
     with _reachable():
-        post.call({"training": training, "kind": kind})
+        mailbox.call({"training": training, "kind": kind})
     rank = Rank(folder, place_of(started, training, kind), one_host=not started.several_hosts)
     try:
-        yield _Everywhere(started, post, training, rank)
+        yield _Everywhere(started, mailbox, training, rank)
     except Exception:
         rank.kill()
         with _reachable():
-            post.call({})  # the others are free for the next training once they have received it
+            mailbox.call({})  # the others are free for the next training once they have received it
         raise
     finally:
         rank.kill()
@@ -103,7 +103,7 @@ def everywhere(folder: Path, started: Launch, kind: str) -> Iterator[Ranks]:
 @dataclass(frozen=True)
 class _Everywhere:
     started: Launch
-    post: Post
+    mailbox: Mailbox
     training: str
     first: Rank
     others: dict[int, Ended] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class _Everywhere:
 
     def ended(self) -> dict[int, Ended]:
         with _reachable():
-            reports = self.post.reported(self.training, self.others)
+            reports = self.mailbox.reported(self.training, self.others)
         self.others.update({number: Ended(**report) for number, report in reports.items()})
         own = self.first.ended()
         return self.others if own is None else {0: own, **self.others}
@@ -150,27 +150,27 @@ def follow(started: Launch) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # sent by torchrun, which reports why
         signal.signal(number, _end_at_once)
     try:
-        post = Post(started)
-        while (call := post.next_call()) is not None:
+        mailbox = Mailbox(started)
+        while (call := mailbox.next_call()) is not None:
             if "training" in call:
-                _take_part(started, post, call["training"], call["kind"])
+                _take_part(started, mailbox, call["training"], call["kind"])
     except distributed.DistError:
         sys.stderr.write(f"process {started.rank} on {socket.gethostname()} has lost the first, and ends\n")
         return 1
     return 0
 
 
-def _take_part(started: Launch, post: Post, training: str, kind: str) -> None:
+def _take_part(started: Launch, mailbox: Mailbox, training: str, kind: str) -> None:
     """Train until it ends, or until another call arrives."""
     with tempfile.TemporaryDirectory(prefix="training-") as folder:
         rank = Rank(Path(folder), place_of(started, training, kind), one_host=not started.several_hosts)
         try:
-            while (ended := rank.ended(_LOOKING)) is None and not post.called:
+            while (ended := rank.ended(_LOOKING)) is None and not mailbox.called:
                 pass
         finally:
             killed = rank.kill()
         host = socket.gethostname() if started.several_hosts else ""
-        post.report(training, dataclasses.asdict(ended or killed) | {"host": host})
+        mailbox.report(training, dataclasses.asdict(ended or killed) | {"host": host})
 
 
 def _end_at_once(number: int, frame: object) -> None:

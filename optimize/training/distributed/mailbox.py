@@ -24,7 +24,7 @@ _LINGERING = 30.0
 _OVER, _LEFT = "over", "left"
 
 
-class Post:
+class Mailbox:
     """The messages of one of the processes. Use it from one thread.
 
     Each process except the first has a box under a unique name. So a message to a process that torchrun has ended does

@@ -33,7 +33,7 @@ from serve.runtime.errors import UserError, one_line
 _PATIENCE = datetime.timedelta(hours=1)
 
 
-class _Telling(Silent):
+class _Reporter(Silent):
     """Reports to the parent, one JSON object a line."""
 
     def __init__(self, descriptor: int) -> None:
@@ -53,7 +53,7 @@ def main(folder: Path, place: Place) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     listener: Silent = Silent()
     if place.rank == 0:
-        listener = _Telling(os.dup(1))
+        listener = _Reporter(os.dup(1))
         os.dup2(2, 1)  # prints of the user's code must not reach the parent
     device = torch.device(place.device)
     if device.type == "cuda":

@@ -296,7 +296,7 @@ def test_files_are_out_of_reach_where_none_of_a_few_can_be_read(tmp_path: Path) 
 
 def test_another_ends_with_a_line_where_the_first_is_lost(two: Two) -> None:
     other = two.other()
-    mailbox.Post(Launch(0, 2, 0, 2)).call({})  # it listens
+    mailbox.Mailbox(Launch(0, 2, 0, 2)).call({})  # it listens
     two.store = None
     ended = other.end()
     assert (ended.returncode, ended.stdout) == (1, "")
@@ -305,7 +305,7 @@ def test_another_ends_with_a_line_where_the_first_is_lost(two: Two) -> None:
 
 
 def test_one_that_torchrun_started_anew_hears_what_the_one_before_it_did_not(two: Two) -> None:
-    first, gone, other = (mailbox.Post(Launch(rank, 2, rank, 2)) for rank in (0, 1, 1))
+    first, gone, other = (mailbox.Mailbox(Launch(rank, 2, rank, 2)) for rank in (0, 1, 1))
     assert [gone.called, other.called] == [False, False]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mailbox, "_PATIENCE", 0.0)
@@ -318,7 +318,7 @@ def test_one_that_torchrun_started_anew_hears_what_the_one_before_it_did_not(two
     assert first.reported("a", {}) == {1: {"code": 0}}
     assert first.reported("a", {1}) == {}
     first.say_over()
-    assert [mailbox.Post(Launch(1, 2, 1, 2)).next_call(), other.next_call()] == [None, None]
+    assert [mailbox.Mailbox(Launch(1, 2, 1, 2)).next_call(), other.next_call()] == [None, None]
 
 
 def test_a_program_that_has_joined_the_processes_itself_is_refused(two: Two, tmp_path: Path) -> None:
