@@ -78,7 +78,7 @@ def test_a_foreign_pass_is_listed_run_and_followed_by_others(tmp_path: Path, pro
 def test_a_foreign_pass_that_does_not_import_is_named_in_one_line(tmp_path: Path, programs: Programs) -> None:
     there = install(tmp_path, "broken_pass", "optimize.passes", "import nothing_of_this_name\n")
     complaint = said(programs.run("-m", "optimize", "passes", environment=there), 2).splitlines()[-1]
-    assert complaint.startswith("error: the pass 'broken_pass' of broken_pass does not import: ModuleNotFoundError")
+    assert complaint.startswith("error: the pass 'broken_pass' of broken_pass cannot be imported: ModuleNotFoundError")
 
 
 def test_a_pass_that_yields_modules_and_cannot_rebuild_them_is_refused_when_it_registers(
@@ -146,7 +146,7 @@ def test_a_foreign_engine_travels_in_the_archives_of_what_it_opens(tmp_path: Pat
 def test_a_format_that_no_engine_opens_is_named_with_those_that_are_opened(tmp_path: Path, programs: Programs) -> None:
     complaint = said(programs.run("-c", ECHO_ARTIFACT, tmp_path / "artifact"), 1).splitlines()[-1]
     assert (
-        "no engine here opens 'echo' files; there are engines for exported_program, onnx, openvino, torchscript"
+        "no installed engine opens 'echo' files; there are engines for exported_program, onnx, openvino, torchscript"
         in complaint
     )
 

@@ -79,7 +79,7 @@ def test_what_is_missing_is_skipped_by_name(measured: Path) -> None:
     state, text = json.loads((measured / "state.json").read_text()), (measured / "page.md").read_text()
     assert state["cells"]["tiny|torch-cudagraph FP16|1"] == {"failed": "torch-cudagraph runs on cuda, not on cpu"}
     assert "- torch-cudagraph FP16: torch-cudagraph runs on cuda, not on cpu\n" in text
-    assert "- in process, nvimgcodec: the decoder nvimgcodec works on cuda, and the engine runs on cpu\n" in text
+    assert "- in process, nvimgcodec: the decoder nvimgcodec needs cuda, but the engine runs on cpu\n" in text
     assert "- own server, cpu: import of httpx halted; None in sys.modules\n" in text
     assert "- TorchServe, cpu: import of httpx halted; None in sys.modules\n" in text
     assert "say nothing of a GPU" in text

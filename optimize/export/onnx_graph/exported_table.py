@@ -75,8 +75,8 @@ EXPORTING: Final = Table[nn.Module, None](
             faults=(Fault("torch.onnx", _TORCH, "a third to three quarters of an export's time", costs="speed"),),
         ),
         Rewrite(
+            "promote-by-notes",
             "Lets the exporter promote types by the types noted at nodes, without running the program.",
-            "Lets the exporter promote types by what is noted at nodes, and not by running the program.",
             lambda module, _: promoted_by_notes(),
             faults=(
                 Fault(

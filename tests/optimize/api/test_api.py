@@ -207,7 +207,7 @@ def test_predict_answers_a_picture_as_its_file(quantized: opt.Variant, kind: str
     file = PICTURE_FILES[kind]
     if kind.startswith("32"):
         for given in (file, Image.open(io.BytesIO(file))):
-            with pytest.raises(opt.UserError, match="whose white is not stated"):
+            with pytest.raises(opt.UserError, match="set the value of white with pixel_max"):
                 quantized.predict(given)
         return
     assert quantized.predict(Image.open(io.BytesIO(file))) == quantized.predict(file)

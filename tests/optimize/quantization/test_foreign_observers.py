@@ -172,4 +172,4 @@ def test_a_distributions_observer_that_is_none_is_named_in_one_line(tmp_path: Pa
     refusal = "import optimize as opt\ntry: opt.Ptq(observer='clip')\nexcept opt.UserError as error: print(error)"
     told = said(programs.run("-c", refusal, environment=there)).splitlines()
     derived = "an observer must be a class that derives from torch.ao.quantization.ObserverBase"
-    assert told == [f"the observer 'no_observer' of no_observer does not import: ValueError: {derived}"]
+    assert told == [f"the observer 'no_observer' of no_observer cannot be imported: ValueError: {derived}"]

@@ -133,7 +133,7 @@ def test_what_does_not_belong_to_the_session_is_refused(session: Session, fused:
     (folder / fused.card.file).write_bytes(b"damaged")
     with pytest.raises(UserError, match=r"cannot be loaded: .*corrupted"):
         take(session, folder)
-    with pytest.raises(UserError, match="there is no card"):
+    with pytest.raises(UserError, match="is not an artifact folder, it has no card"):
         take(session, tmp_path)
 
 

@@ -107,7 +107,7 @@ def test_every_changed_file_of_a_run_is_named_and_refused_by_what_reads_it(small
         result = invoke(small_store, "verify tiny")
         assert result.exit_code == 1, name
         line, last = result.stderr.splitlines()
-        assert line.startswith(f"{path}: corrupted, ")
+        assert line.startswith(f"{path}: corrupted: ")
         assert last.endswith("are damaged; run the model again to rebuild them")
         for reader in readers:
             result = invoke(small_store, reader)
@@ -221,10 +221,7 @@ def test_a_run_that_is_killed_before_it_seals_says_so_and_the_next_one_mends_it(
         True,
     )
     assert "run the model again" in invoke(small_store, "run tiny/fuse").stderr
-    assert (
-        "it was made by an older version, or interrupted; run the model again"
-        in invoke(small_store, "show first").stderr
-    )
+    assert "it is incomplete or from an older version; run the model again" in invoke(small_store, "show first").stderr
     assert again(small_store)[1].made() == set()
 
 

@@ -75,7 +75,7 @@ def test_a_full_disk_changes_nothing_of_what_the_own_server_serves(archives: Pat
         for left, fault in ((size // 2, "cannot be copied to"), (size * 3 // 2, "cannot be unpacked to")):
             fill(folder, left)
             line = told(fault)
-            assert "nothing changed: " in line
+            assert "nothing was changed: " in line
             assert f"small-v2.mar: {fault} {disk}/serve-" in line
             assert FULL in line
             assert answered() == (5, "1.0")

@@ -511,7 +511,7 @@ def test_what_a_target_cannot_open_is_refused(store: Path, tmp_path: Path) -> No
     for words, message in {
         ("--to", "triton", "--artifact", "script"): "script is a torchscript file, but triton takes only onnx files",
         ("--to", "nomad"): "unknown export target 'nomad'",
-        ("--to", "kubernetes"): "several artifacts for this: say --artifact onnx or script",
+        ("--to", "kubernetes"): "several suitable artifacts: choose one with --artifact onnx or script",
         ("--to", "kubernetes", "--artifact", "onyx"): "did you mean onnx",
         ("--to", "kubernetes", "--artifact", "onnx", "--gpus", "3"): "gpus",
         ("--to", "kserve", "--artifact", "onnx", "--replicas", "9", "--max-replicas", "3"): "replicas, 9, and is 3",

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.onnx._internal.exporter import _fx_passes
 
+from optimize.export.onnx_graph import exported_table
 from optimize.export.onnx_graph import write as exporting
 from optimize.export.onnx_graph.write import run_onnx
 from tests.optimize.workbench import with_running_statistics
@@ -122,7 +123,7 @@ def test_the_graph_is_the_one_of_torchs_decomposition_without_it(
 ) -> None:
     module = NETWORKS[network]()
     with monkeypatch.context() as patch:
-        patch.setattr(exporting, "decomposed_where_needed", contextlib.nullcontext)
+        patch.setattr(exported_table, "decomposed_where_needed", contextlib.nullcontext)
         expected = exported(module, tmp_path / "torch.onnx")
     monkeypatch.setattr(_fx_passes, "decompose_with_registry", never)
     found = exported(module, tmp_path / "ours.onnx")

@@ -13,6 +13,7 @@ from torch import nn
 from torch.onnx._internal.exporter import _fx_passes
 from torch.onnx._internal.fx.passes import type_promotion
 
+from optimize.export.onnx_graph import exported_table
 from optimize.export.onnx_graph import write as exporting
 
 EXAMPLE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -55,7 +56,7 @@ def test_the_graph_is_the_one_that_torch_writes_when_it_runs_the_program(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(exporting, "promoted_by_notes", contextlib.nullcontext)
+        patch.setattr(exported_table, "promoted_by_notes", contextlib.nullcontext)
         expected = exported(FUNCTIONS[function], tmp_path / "torch.onnx")
 
     def never(*given: object) -> None:

@@ -82,7 +82,7 @@ def test_a_model_that_no_engine_runs_stops_the_start_or_is_left_out(monkeypatch:
         if line.startswith("ready"):
             service.broken = "the test is over"
 
-    with pytest.raises(EngineError, match="gpu-only: it runs on a GPU"):
+    with pytest.raises(EngineError, match="gpu-only: it needs a GPU"):
         server_process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: wanted, say)
     with pytest.raises(EngineError, match="the test is over"):
         server_process.run(Settings(listening=Listening(port=0), drain_s=1, leave_out=True), lambda: wanted, say)

@@ -41,7 +41,7 @@ def server(archives: Path) -> Iterator[Server]:
 def test_its_first_line_says_what_is_served_where(server: Server) -> None:
     line = next(line for line in server.lines if not line.startswith("{"))
     assert line.startswith("serving m 1.0 at http://127.0.0.1:")
-    assert "float32 by torchscript" in server.await_line("loaded m 1.0")
+    assert "float32 with torchscript" in server.await_line("loaded m 1.0")
 
 
 def test_photos_are_answered_on_one_connection_and_by_many_at_once(server: Server) -> None:
@@ -191,7 +191,7 @@ def test_what_cannot_be_served_changes_nothing(server: Server) -> None:
     (server.folder / "broken.mar").write_bytes((server.folder / "v1.mar").read_bytes()[:-100])
     write_models(server.folder, {"1.0": ("v1.mar", 1), "3.0": ("broken.mar", 1)})
     server.process.send_signal(signal.SIGHUP)
-    assert "broken.mar" in server.await_line("nothing changed")
+    assert "broken.mar" in server.await_line("nothing was changed")
     with server.client() as client:
         assert client.get("/health/ready").status_code == 200
         assert client.post("/predictions/m", content=IMAGE).status_code == 200
@@ -205,7 +205,7 @@ def test_where_a_private_copy_cannot_be_written_nothing_is_changed(server: Serve
     resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         server.process.send_signal(signal.SIGHUP)
-        line = server.await_line("nothing changed")
+        line = server.await_line("nothing was changed")
         assert "v2.mar: cannot be copied to " in line
         assert "(File too large)" in line
         with server.client() as client:
@@ -225,7 +225,7 @@ def test_a_second_signal_ends_at_once(archives: Path, tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with running(archives, str(archives / "v1.mar"), "--no-token", "--socket", str(path), "--drain-delay", "60") as it:
         assert it.url == f"unix:{path}"
-        it.await_line("no token: this user is answered")
+        it.await_line("no token: the server answers this user")
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x") as client:
             assert client.post("/predictions/v1", content=IMAGE).status_code == 200
             it.process.send_signal(signal.SIGINT)
@@ -296,13 +296,13 @@ def test_torchs_threads_read_the_environment_that_executions_are_measured_in(tmp
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "say what to serve"),
+        ((), "name what to serve"),
         (("none.mar",), "there is no such archive"),
         (("none", "--processes", "2"), "there is no run 'none'"),
         (("v1.mar", "--host", "0.0.0.0"), "--expose"),
         (("v1.mar", "--no-token", "--token-file", "x"), "cannot be used together"),
         (("v1.mar", "--socket", "s", "--port", "8080"), "--socket and --port cannot be used together"),
-        (("v1.mar", "--socket", "s", "--host", "127.0.0.1"), "--host beside --socket is for gRPC alone"),
+        (("v1.mar", "--socket", "s", "--host", "127.0.0.1"), "--host together with --socket applies to gRPC only"),
         (("v1.mar", "--tls-key", "x"), "--tls-certificate"),
         (("v1.mar", "--port", "18080", "--grpc-port", "18080"), "both 18080: gRPC needs a port of its own"),
         (("v1.mar", "--drain-timeout", "inf"), "--drain-timeout must be at most 86400 seconds, got inf"),

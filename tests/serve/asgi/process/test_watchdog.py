@@ -83,7 +83,7 @@ def test_it_is_found_though_other_requests_are_given_up_or_refused_meanwhile(
             thread.join()
     assert statuses
     assert set(statuses) <= told
-    assert sum("while others wait: the server stops and must be restarted" in line for line in server.lines) == 1
+    assert sum("while others wait: the server ends, to be restarted" in line for line in server.lines) == 1
 
 
 def test_told_to_end_the_server_does_not_wait_for_it(archive: Path) -> None:

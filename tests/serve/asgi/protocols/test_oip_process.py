@@ -116,7 +116,7 @@ def test_renewed_certificates_are_shown_from_sighup_on_and_broken_ones_never(fol
         (new := tmp_path / "new.pem").write_bytes(certificate.read_bytes())
         key.write_text("no key")
         server.process.send_signal(signal.SIGHUP)
-        assert f"--tls-key {key} cannot be used for TLS" in server.await_line("nothing changed")
+        assert f"--tls-key {key} cannot be used for TLS" in server.await_line("nothing was changed")
         assert known_by(new, server) == [True, True]
 
 

@@ -167,7 +167,7 @@ def test_native_code_that_crashes_is_told_and_ends_nobody_else(
 ) -> None:
     monkeypatch.setenv("CXX", "/opt/other/g++")
     crash = "#include <csignal>\n__attribute__((constructor)) static void end() { raise(SIGSEGV); }"
-    says = r"net: .* crashes where it is loaded or run \(Segmentation fault\); CXX=/opt/other/g\+\+ "
+    says = r"net: .* crashes when it is loaded or run \(Segmentation fault\); CXX=/opt/other/g\+\+ "
     with pytest.raises(EngineError, match=says):
         run_isolated(with_library(package, crash, tmp_path), -1, [torch.randn(1, 3, 32, 32)], "net")
 

@@ -182,7 +182,7 @@ def test_instances_are_answered_in_order_each_with_its_classes_or_its_error(serv
         (b'{"instances": {}}', 400, "must be"),
         (b'{"instances": [{}]}', 400, "no text field 'b64'"),
         (b'{"instances": [{"b64": "?"}]}', 400, "not valid base64"),
-        (b'{"instances": [' + b",".join([b'{"b64": ""}'] * 65) + b"]}", 400, "at most 64"),
+        (b'{"instances": [' + b",".join([b'{"b64": ""}'] * 65) + b"]}", 400, "the limit is 64"),
         (b'{"a":' * 100_000, 400, "not valid JSON"),
     ],
 )
@@ -288,7 +288,7 @@ def test_64_images_of_49_megapixels_in_one_request_cost_the_worker_nothing(serve
             answer = client.post(served.url(), json=bomb)
             taken.append(processor_s(process) - started)
             assert answer.status_code == 413
-            assert "64 images have 3136000000 pixels together" in answer.json()["error"]
+            assert "64 images have 3136000000 pixels in total" in answer.json()["error"]
             assert_same(neighbour.result(), expected)
     assert min(taken) < 0.1  # of the worker's own time: other processes use these cores too
     (after,) = served.client.workers(name)
@@ -473,7 +473,7 @@ def test_an_engine_that_was_passed_over_is_told_by_describe_and_the_workers_log(
     assert passed.labels["Execution"] == "openvino[precision=f33]"
     words = reason.replace(",", " ").replace(":", " ").replace("|", " ").split()
     assert passed.labels["Reason"] == " ".join(words)[:200].strip()
-    assert "onnx: runs by onnxruntime (onnxruntime/CPUExecutionProvider, " in log
+    assert "onnx: runs with onnxruntime (onnxruntime/CPUExecutionProvider, " in log
     assert_same(
         served.client.predict(name_of("fallback"), jpeg(1)), served.client.predict(name_of("onnx"), jpeg(1), k=5)
     )
