@@ -514,11 +514,20 @@ def test_what_a_target_cannot_open_is_refused(store: Path, tmp_path: Path) -> No
         ("--to", "kubernetes"): "several suitable artifacts: choose one with --artifact onnx or script",
         ("--to", "kubernetes", "--artifact", "onyx"): "did you mean onnx",
         ("--to", "kubernetes", "--artifact", "onnx", "--gpus", "3"): "gpus",
-        ("--to", "kserve", "--artifact", "onnx", "--replicas", "9", "--max-replicas", "3"): "replicas, 9, and is 3",
-        ("--to", "kserve", "--artifact", "onnx", "--public-key", "x.pub"): "needs both keys",
-        ("--to", "kserve", "--artifact", "onnx", "--queue-ms", "9"): "kserve has no use for queue-ms",
-        ("--to", "triton", "--image", "a", "--replicas", "2"): "triton has no use for image, replicas",
-        ("--to", "triton", "--sign", "x", "--public-key", "x.pub"): "no archive that could be signed",
+        (
+            "--to",
+            "kserve",
+            "--artifact",
+            "onnx",
+            "--replicas",
+            "9",
+            "--max-replicas",
+            "3",
+        ): "at least replicas (9), got 3",
+        ("--to", "kserve", "--artifact", "onnx", "--public-key", "x.pub"): "a signed export needs two keys",
+        ("--to", "kserve", "--artifact", "onnx", "--queue-ms", "9"): "kserve does not support queue-ms",
+        ("--to", "triton", "--image", "a", "--replicas", "2"): "triton does not support image, replicas",
+        ("--to", "triton", "--sign", "x", "--public-key", "x.pub"): "does not use archives, so they cannot be signed",
     }.items():
         result = run(app, [*base, *words])
         assert (result.exit_code, result.output.count("\n")) == (2, 1), result.output
