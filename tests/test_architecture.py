@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.house import COMMON_NAMES, REGISTRIES, imported, modules
+
 ROOT = Path(__file__).parents[1]
 
 # From the ground up; a module belongs to the longest name that it begins with.
@@ -91,44 +93,14 @@ FOLDERS: dict[str, tuple[str, ...]] = {
 #: The most Python files in one folder of these rooms, registries apart.
 MOST_FILES = 20
 
-#: Folders with a file for each entry, which is named after it: ``onnxruntime`` in one of them is no other's.
-REGISTRIES = (
-    "optimize/passes",
-    "optimize/data/formats",
-    "optimize/lint/rules",
-    "optimize/profiling/readers",
-    "serve/export",
-    "serve/runtime/decoders",
-    "serve/runtime/engines",
-)
-
-MODULES = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    for package in ("optimize", "serve")
-    for path in (ROOT / package).rglob("*.py")
-)
+PATHS = modules(ROOT)
+MODULES = sorted(PATHS)
 
 
 @functools.cache
-def imports(module: str) -> tuple[str, ...]:
+def imports(module: str) -> frozenset[str]:
     """The project's modules that ``module`` imports when it is loaded or run, resolved to absolute names."""
-    path = ROOT / Path(*module.split("."))
-    is_package = path.is_dir()
-    tree = ast.parse((path / "__init__.py" if is_package else path.with_suffix(".py")).read_text(encoding="utf-8"))
-    found: list[str] = []
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            package = module.split(".") if is_package else module.split(".")[:-1]
-            base = package[: len(package) - node.level + 1] if node.level else []
-            origin = ".".join([*base, *([node.module] if node.module else [])])
-            names = [
-                f"{origin}.{alias.name}" if f"{origin}.{alias.name}" in MODULES else origin for alias in node.names
-            ]
-        found += [name for name in names if name.split(".")[0] in ("optimize", "serve")]
-    return tuple(found)
+    return frozenset(imported(module, PATHS[module], PATHS))
 
 
 def floor(module: str) -> int:
@@ -198,7 +170,7 @@ def test_at_most_two_modules_have_one_name() -> None:
     found: dict[str, list[str]] = {}
     for package in ("optimize", "serve"):
         for path in (ROOT / package).rglob("*.py"):
-            if path.stem not in ("__init__", "__main__", "base"):
+            if path.stem not in COMMON_NAMES:
                 found.setdefault(path.stem, []).append(path.relative_to(ROOT).as_posix())
     for name, places in found.items():
         found[name] = [place for place in places if str(Path(place).parent) not in REGISTRIES]

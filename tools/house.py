@@ -22,8 +22,16 @@ from tools.prose import measure
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("optimize", "serve")
 
-#: Folders in which a file is found by being there. They may be long.
-REGISTRIES = ("optimize/passes", "optimize/data/formats", "optimize/lint/rules", "serve/runtime/engines")
+#: Folders of plug-ins, in which a file is found by being there. They may be long, and name files as other folders do.
+REGISTRIES = (
+    "optimize/passes",
+    "optimize/data/formats",
+    "optimize/lint/rules",
+    "optimize/profiling/readers",
+    "serve/export",
+    "serve/runtime/decoders",
+    "serve/runtime/engines",
+)
 
 #: Names that may come as often as they like.
 COMMON_NAMES = ("__init__", "__main__", "base")
@@ -67,8 +75,9 @@ def figures(root: Path) -> dict[str, str]:
     importers = Counter(other for name, path in known.items() for other in imported(name, path, known))
     files = Counter(path.parent.relative_to(root).as_posix() for path in known.values())
     plain = {folder: count for folder, count in files.items() if folder not in REGISTRIES}
+    named = [path for path in known.values() if path.parent.relative_to(root).as_posix() in plain]
     largest = max(plain, key=lambda folder: plain[folder])
-    names = Counter(path.stem for path in known.values() if path.stem not in COMMON_NAMES)
+    names = Counter(path.stem for path in named if path.stem not in COMMON_NAMES)
     shared = [count for count in names.values() if count > 2]
     tests = sorted((root / "tests").rglob("*.py"))
     documents = "\n\n".join(

@@ -10,11 +10,12 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import itertools
 import math
 import re
 import sys
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,8 +141,12 @@ def plain(paragraph: str) -> str:
 
 def sentences(markdown: str) -> list[str]:
     """Return the sentences of a page; a list item begins a sentence of its own."""
-    found = [sentence for each in paragraphs(markdown) for sentence in _SENTENCE_END.split(plain(each))]
-    return [sentence for sentence in found if _WORD.search(sentence)]
+    return _sentences_of(paragraphs(markdown))
+
+
+def _sentences_of(found: Iterable[str]) -> list[str]:
+    split = [sentence for each in found for sentence in _SENTENCE_END.split(plain(each))]
+    return [sentence for sentence in split if _WORD.search(sentence)]
 
 
 def docstring_paragraphs(docstring: str) -> Iterator[str]:
@@ -190,10 +195,7 @@ def python_sentences(source: str) -> list[str]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
     docstrings = [text for node in nodes if (text := ast.get_docstring(node)) is not None]
-    paragraphs_found = [*comment_paragraphs(source)]
-    paragraphs_found += [paragraph for docstring in docstrings for paragraph in docstring_paragraphs(docstring)]
-    found = [sentence for each in paragraphs_found for sentence in _SENTENCE_END.split(plain(each))]
-    return [sentence for sentence in found if _WORD.search(sentence)]
+    return _sentences_of([*comment_paragraphs(source), *itertools.chain(*map(docstring_paragraphs, docstrings))])
 
 
 def measure(markdown: str) -> Prose:
