@@ -1,7 +1,7 @@
-"""Writes the reference pages from the code: command line, passes, recipe, ``report.json``, statuses, Python API.
+"""Writes the reference pages from the code: command line, variables of make, passes, recipe, statuses, API and so on.
 
 ``python -m tools.reference`` writes them into ``docs/reference``; a test compares them with what the code gives now.
-The pages on metrics and on make's variables are written by hand, and other tests compare them with the code.
+The page on metrics is written by hand, and another test compares it with the code.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from optimize import cli as optimize_cli
 from optimize.measure.figures import Record
 from optimize.measure.rows import Report
 from optimize.passes.base import Pass, passes
+from optimize.run.job import Job
 from optimize.run.recipe import Recipe
 from optimize.store.artifact import KIND_NAMES
 from serve import cli as serve_cli
 from serve.asgi.protocols.oip_grpc import STATUSES
+from serve.common.command_options import options_table
 from serve.common.config import Config, defaults, spelled
 from tools.engine_faults import engine_faults_page
 
@@ -122,6 +124,22 @@ def _option(parameter: Any) -> tuple[str, str, str, str]:
     shown, default = parameter.show_default, parameter.default
     usual = "required" if parameter.required else "" if default in (None, (), [], False) else code(default)
     return names, value, shown if isinstance(shown, str) else usual, plain(parameter.help or "")
+
+
+def variables_page() -> str:
+    """Return the page of the options of a run, with the variables of ``make`` for them."""
+    return "\n\n".join(
+        (
+            "# Variables of make",
+            "You give these to `make optimize`, such as `make optimize MODEL=resnet18 IMAGE_SIZE=160`. A flag takes "
+            "`1`. Each is also an option of `python -m optimize run MODEL`, and those of model and data are arguments "
+            "of `opt.load`. Without `MODEL` make takes `resnet18`.",
+            '`ARGS="…"` hands further options to the command as they are, such as `ARGS="--json"`.',
+            "`make help` shows the variables of `make serve`. They are the options of `serve start` in capitals. "
+            "[Training](../explanations/training.md#under-torchrun) is about several processes and hosts.",
+            options_table(Job),
+        )
+    )
 
 
 def passes_page() -> str:
@@ -290,6 +308,7 @@ def _directive(name: str) -> str:
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "command-line.md": command_line,
+    "variables.md": variables_page,
     "passes.md": passes_page,
     "recipe.md": recipe_page,
     "report.md": report_page,

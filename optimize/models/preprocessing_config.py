@@ -115,7 +115,8 @@ class PreprocessingConfig(Config):
     mean: Annotated[float | tuple[float, ...] | None, _unless_none(_means), Option(metavar="NUMBERS", kind=str)] = (
         Field(
             default=None,
-            description="The mean of each channel, of pixels from 0 to 1: 0.485,0.456,0.406, or one number for grey.",
+            description="The mean of each channel, of pixels from 0 to 1: 0.485,0.456,0.406, or one number for grey. "
+            "Alpha is a channel, too.",
         )
     )
     std: Annotated[float | tuple[float, ...] | None, _unless_none(_spreads), Option(metavar="NUMBERS", kind=str)] = (
@@ -125,7 +126,7 @@ class PreprocessingConfig(Config):
     pixel_max: Annotated[float | None, _unless_none(_white), Option(metavar="NUMBER", kind=str)] = Field(
         default=None,
         description="The value of white in greys of more than 8 bits, such as 4095; by default the largest of their "
-        "type.",
+        "type. That is 65535 for 16 bits and 1 for floats. Greys of 32 bits have no default.",
     )
 
     @model_validator(mode="after")

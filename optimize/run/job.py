@@ -59,11 +59,15 @@ class Job(Config):
     checkpoint: Path | None = Field(
         default=None,
         description="A file of trained weights: .pt, .pth, .ckpt, .th, .tar or .safetensors; without one the baseline "
-        "is trained.",
+        "is trained. It holds a state dict, or a dict or list with one, in FP16 or FP32. Prefixes of wrappers are "
+        "removed, and the run says so.",
     )
     data: str | InstanceOf[ImageData] = Field(
         default=DEFAULT_DATA,
-        description="The images to train, calibrate and measure with. A program may also give a data set that is open.",
+        description="The images to train, calibrate and measure with. They are digits, imagefolder:DIR, or a data set "
+        "of torchvision such as cifar10, which torchvision downloads. DIR has train/ and val/ or test/, or one folder "
+        "of class folders, which a seeded hash of the file names splits. A program may also give a data set that is "
+        "open.",
     )
     classes: Path | tuple[str, ...] | None = Field(
         default=None,
@@ -73,7 +77,8 @@ class Job(Config):
     class_order: Annotated[str | Path | tuple[str, ...] | None, Option(metavar="ORDER")] = Field(
         default=None,
         description="Which output means which class: data, sorted, natural, checkpoint, or a file with a name a line; "
-        "by default what the checkpoint states, or else the data's order. A program may also give the names.",
+        "by default what the checkpoint states, or else the data's order. In natural order numbers count by "
+        "their value, as timm sorts them. A program may also give the names.",
     )
     val_images: int | None = Field(
         default=None,
@@ -82,14 +87,19 @@ class Job(Config):
         "default all.",
     )
     augment: Augmentation | None = Field(
-        default=None, description="Random changes of training images; by default what suits the data."
+        default=None,
+        description="Random changes of training images; by default what suits the data. The default mirrors nothing. "
+        "shift+flip does, which is wrong for text and signs.",
     )
     skip_unreadable: bool = Field(
         default=False,
-        description="Measure without the validation images that cannot be read; the report counts them.",
+        description="Measure without the validation images that cannot be read; the report counts them. By default "
+        "they are named, and the run is refused.",
     )
     accept_gaps: bool = Field(
-        default=False, description="Go on with data in which something is missing, such as the images of a class."
+        default=False,
+        description="Go on with data in which something is missing, such as the images of a class. By default the run "
+        "is refused, and says what is missing.",
     )
     recipe: Path | None = Field(
         default=None,
@@ -97,7 +107,10 @@ class Job(Config):
         "onnx-int8 (`passes` lists the others).",
     )
     store: Path = Field(default=DEFAULT_STORE, description="The folder that runs are kept in.")
-    device: str = Field(default="auto", description="Where to train and calibrate: auto, cpu, cuda or cuda:N.")
+    device: str = Field(
+        default="auto",
+        description="Where to train and calibrate: auto, cpu, cuda or cuda:N. auto takes CUDA if there is any.",
+    )
     measure: str = Field(
         default="auto",
         description="Where to measure: auto (every device of the machine), or a list such as cpu,cuda.",
@@ -107,7 +120,10 @@ class Job(Config):
         ge=1,
         description="The side of the network's input in pixels; by default what model and data ask for.",
     )
-    weights: str | None = Field(default=None, description="The name of torchvision's own weights, such as DEFAULT.")
+    weights: str | None = Field(
+        default=None,
+        description="The name of torchvision's own weights, such as DEFAULT. Their preprocessing is used, too.",
+    )
     weights_key: str | None = Field(
         default=None,
         description="Which weights of the checkpoint: model, ema …, or a prefix such as teacher; by default averaged "
@@ -130,14 +146,18 @@ class Job(Config):
         "and under torchrun those that it has started.",
     )
     tensorboard: Annotated[Path | None, Option(metavar="DIR")] = Field(
-        default=None, description="A folder for the curves of what is trained, which TensorBoard shows."
+        default=None,
+        description="A folder for the curves of what is trained, which TensorBoard shows. It needs the extra "
+        "tensorboard.",
     )
     remeasure: bool = Field(default=False, description="Measure the speed of everything anew.")
     recommend: Annotated[Mapping[str, object], OptionsOf(Recommend, dict)] = Field(
         default_factory=dict, description="What differs from the recipe's rule of the recommendation."
     )
     trust_checkpoint: bool = Field(
-        default=False, description="Let the checkpoint's pickle run code, which only a file of your own should do."
+        default=False,
+        description="Let the checkpoint's pickle run code, which only a file of your own should do. By default "
+        "such a file is refused.",
     )
 
     @property

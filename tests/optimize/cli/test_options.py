@@ -13,7 +13,6 @@ from pydantic import Field
 from typer.testing import CliRunner
 
 from optimize import cli
-from optimize.cli.reference import run_options
 from optimize.run.job import Job
 from serve.common.command_options import options_table, with_options
 from serve.common.config import Config, Option
@@ -170,7 +169,7 @@ def test_a_module_and_open_data_are_known_without_their_libraries_being_imported
 
 
 def test_the_reference_has_a_row_for_each_option_of_run() -> None:
-    rows = run_options().splitlines()[2:]
+    rows = options_table(Job).splitlines()[2:]
     named = [re.match(r"\| `([^` ]+)", row) for row in rows]
     assert {found[1] for found in named if found} == {"MODEL", *(flags_of_run() - NOT_OF_THE_JOB)}
     assert all(row.count(" | ") == 3 for row in (row.replace(r"\|", "") for row in rows))
@@ -187,7 +186,7 @@ def made(*words: str) -> str:
 
 
 def test_each_option_of_run_works_from_make_and_make_hands_on_no_other() -> None:
-    variables = dict(re.findall(r"^\| `(--[^` ]+)[^|]*(?:\\\|[^|]*)*\| `(\w+)`", run_options(), re.MULTILINE))
+    variables = dict(re.findall(r"^\| `(--[^` ]+)[^|]*(?:\\\|[^|]*)*\| `(\w+)`", options_table(Job), re.MULTILINE))
     assert {*variables} == {*GIVEN, *FLAGS, "--weights"}
     words = made("optimize", *(f"{name}=1" for name in variables.values()))
     for flag in variables:
