@@ -63,8 +63,11 @@ class GuardedConnection(LimitedConnection):
             rest = self._drop_body(rest[end:])
         if rest:
             self._take(rest)
-        if self._refused_early and self._in_body:
-            self._linger()
+        if self._in_body:
+            if self._refused_early:
+                self._linger()
+            elif len(self.cycle.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
 
     def _drop_body(self, data: memoryview) -> memoryview:
         """Start to skip the body of a refused request, if its length is known. Return the data behind the body."""
@@ -123,8 +126,6 @@ class GuardedConnection(LimitedConnection):
             return
         # Most bodies arrive in one part. The application then gets these bytes without a copy.
         cycle.body = body  # type: ignore[assignment]
-        if len(body) > HIGH_WATER_LIMIT:
-            self.flow.pause_reading()
         cycle.message_event.set()
 
     def on_message_complete(self) -> None:
@@ -143,6 +144,11 @@ class GuardedConnection(LimitedConnection):
     def waiting(self) -> int:
         """Number of requests on this connection that wait for the one being answered."""
         return len(self.pipeline)
+
+    @property
+    def is_only(self) -> bool:
+        """Whether no other client is connected."""
+        return len(self.connections) == 1
 
     def shutdown(self) -> None:
         """Shut the connection down: answer the request that is arriving, and close.

@@ -32,6 +32,10 @@ class ClientConnection(Protocol):
     def waiting(self) -> int:
         """Number of its requests that wait for the one being answered."""
 
+    @property
+    def is_only(self) -> bool:
+        """Whether no other client is connected."""
+
 
 class InlineInference:
     """Decides whether requests arrive one by one. Use it in the event loop; other threads may read ``job``.
@@ -76,9 +80,10 @@ class InlineInference:
             yield
         finally:
             self.job = None
-            # A request that arrived meanwhile is read in the next turn, behind the calls that are due then. Its task
-            # calls `allows` in the turn after.
-            self._forget(turns=2)
+            # Another client's request that arrived meanwhile is read in the next turn, behind the calls that are due
+            # then. Its task calls `allows` in the turn after. Each turn is a system call, right after an engine that
+            # has filled the caches, so a client without company is spared them.
+            self._forget(turns=0 if who.is_only else 2)
 
     def _forget(self, turns: int) -> None:
         if turns:
