@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar
 
+from optimize.tracing.recompilation import recompiled_once
+
 Graph = TypeVar("Graph")
 Given = TypeVar("Given")
 
@@ -118,7 +120,8 @@ class Table(Generic[Graph, Given]):
         Returns:
             Whether a record reported a change. Not all records report their changes.
         """
-        said = [record.apply(graph, given) for record in self.running(given)]
+        with recompiled_once(graph):
+            said = [record.apply(graph, given) for record in self.running(given)]
         return any(said)
 
     @contextlib.contextmanager
