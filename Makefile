@@ -13,7 +13,7 @@ RUN ?=
 # Options that are handed as they are to the command of a target: make optimize ARGS="--seed 3 --json".
 ARGS ?=
 # Options of `optimize run` (make optimize) by their names in capitals: those that take a value, and those that take none.
-RUN_VALUES := CHECKPOINT CLASSES CLASS_ORDER VAL_IMAGES AUGMENT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RESIZE CROP MEAN STD \
+RUN_VALUES := CHECKPOINT CLASSES CLASS_ORDER VAL_IMAGES AUGMENT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY OUTPUTS RESIZE CROP MEAN STD \
 	INTERPOLATION PIXEL_MAX SEED PROCESSES TENSORBOARD OBJECTIVE MAX_DROP CONFIDENCE
 RUN_FLAGS := SKIP_UNREADABLE ACCEPT_GAPS REPLACE REMEASURE TRUST_CHECKPOINT
 # Models, and options of `benchmarks.zoo`: make zoo ZOO='resnet18 --again'.

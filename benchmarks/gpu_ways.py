@@ -102,7 +102,7 @@ def _engine(way: Way, subject: Subject, device: torch.device, batches: tuple[int
         engine = open_engine(folder, card, execution)
     except PipelineError as error:
         raise Unavailable(str(error)) from error
-    return engine.run
+    return lambda batch: engine.run(batch)[0]
 
 
 _LAST = torch.channels_last

@@ -40,6 +40,7 @@ class Context(Described):
         teacher: the teacher of the network that is trained, if it has one.
         store: keeps the answers of a teacher. With None they are not kept.
         probabilities: how the trained network's logits become probabilities. This decides the loss.
+        outputs: names of the network's outputs, the logits first. Empty: its only one. See `with_outputs`.
     """
 
     data: ImageData
@@ -56,6 +57,7 @@ class Context(Described):
     teacher: Teacher | None = None
     store: Store | None = None
     probabilities: Probabilities = "softmax"
+    outputs: tuple[str, ...] = ()
 
     def _facts(self) -> dict[str, str]:
         shape = " × ".join(map(str, self.preprocessing.shape))

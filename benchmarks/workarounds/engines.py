@@ -92,7 +92,8 @@ def _answers(shown: Shown, library: Library, given: torch.Tensor) -> torch.Tenso
         if library == "openvino":
             (found,) = compile_bytes(path.read_bytes(), 1)(given.numpy()).values()
             return torch.from_numpy(found)
-        return run_onnx(path, given, literal=library == "torch.onnx")
+        answers: torch.Tensor = run_onnx(path, given, literal=library == "torch.onnx")
+        return answers
 
 
 def _weights(form: fx.GraphModule) -> int:

@@ -58,6 +58,7 @@ def load(
     processes: int | None = None,
     tensorboard: str | Path | None = None,
     trust_checkpoint: bool = False,
+    outputs: Sequence[str] | None = None,
 ) -> Variant:
     """Return the baseline variant: a model with its checkpoint, or a model trained here.
 
@@ -90,6 +91,8 @@ def load(
             process has one GPU. By default one. In a script that torchrun started, all of its processes train together.
         tensorboard: a folder for TensorBoard events of training, with a folder in it for each artifact.
         trust_checkpoint: allow the checkpoint's pickle to run code.
+        outputs: names of the network's outputs to keep, the class logits first: keys, fields or numbers of what its
+            forward returns. By default the output called ``logits``, or the only one.
 
     Raises:
         UserError: something is missing, cannot be read, or does not fit.
@@ -116,6 +119,7 @@ def load(
                 weights_key=weights_key,
                 preprocessing=Wish(preprocessing, "your setting {}") if preprocessing is not None else None,
                 trust_checkpoint=trust_checkpoint,
+                outputs=",".join(outputs) if outputs is not None else None,
                 seed=seed,
                 processes=processes,
                 tensorboard=_path("tensorboard", tensorboard) if tensorboard is not None else None,

@@ -120,11 +120,11 @@ class ReferenceLayers:
         self.layers = tuple(self._layer(node) for node in quantizers)
 
     @property
-    def step(self) -> float | None:
-        """The scale of the quantizer of the program's output. None: a float operator computes the output."""
-        answer = next(node for node in self._module.graph.nodes if node.op == "output").args[0]
-        node = moved(answer[0] if isinstance(answer, tuple | list) else answer)
-        return float(node.args[1]) if quantizing(node) == "dequantize_per_tensor" else None
+    def steps(self) -> tuple[float | None, ...]:
+        """The scale of the quantizer of each of the program's outputs. None: a float operator computes the output."""
+        answer: Any = next(node for node in self._module.graph.nodes if node.op == "output").args[0]
+        ends = [moved(node) for node in (answer if isinstance(answer, tuple | list) else (answer,))]
+        return tuple(float(end.args[1]) if quantizing(end) == "dequantize_per_tensor" else None for end in ends)
 
     def shown(self, pixels: torch.Tensor, preprocessing: Preprocessing) -> Batch:
         """Run the program on images ``uint8 (N, C, H, W)``.

@@ -21,7 +21,8 @@ from serve.runtime.errors import PipelineError, UserError
 
 #: The options of `optimize run` that `optimize search` has too.
 _OF_A_SEARCH = (
-    *("model", "checkpoint", "data", "val_images", "skip_unreadable", "weights", "weights_key", "image_size"),
+    *("model", "checkpoint", "data", "val_images", "skip_unreadable", "weights", "weights_key", "outputs"),
+    "image_size",
     *("recipe", "store", "device", "measure", "run", "seed", "trust_checkpoint"),
 )
 

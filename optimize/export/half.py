@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from optimize.errors import NotApplicableError, PassError
+from serve.runtime.outputs import as_outputs
 
 
 def check_half(module: nn.Module, dtype: torch.dtype, images: torch.Tensor) -> None:
@@ -39,14 +40,15 @@ def check_half(module: nn.Module, dtype: torch.dtype, images: torch.Tensor) -> N
     emulated = copy.deepcopy(module).to(dtype).float()
     rounding = _Rounding(dtype)
     with _names(emulated, rounding.names), torch.no_grad(), rounding:
-        logits = emulated(images.to(dtype).float())
+        outputs = as_outputs(emulated(images.to(dtype).float()))
     for key, value in rounding.largest.items():
         if value > largest:
             raise NotApplicableError(
                 f"{key or 'the model'} reaches {value:.3g} on training images, more than {name}'s {largest:.6g}"
             )
-    if unbounded := int((~logits.isfinite()).flatten(1).any(1).sum()):
-        raise PassError(f"in {name} the answers to {unbounded} of {len(images)} training images are not finite")
+    unbounded = torch.stack([(~output.isfinite()).flatten(1).any(1) for output in outputs]).any(0)
+    if count := int(unbounded.sum()):
+        raise PassError(f"in {name} the answers to {count} of {len(images)} training images are not finite")
 
 
 class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from optimize.context import Context
 from optimize.errors import PassError
-from optimize.measure.figures import Accuracy, Difference, Parity
+from optimize.measure.figures import Accuracy, Difference, OutputParity, Parity
 from optimize.measure.latency import Call
 from optimize.measure.statistics import paired_difference, sqnr_db
+from optimize.tracing.equivalence import spoken
+from serve.runtime.card.card import LOGITS
+from serve.runtime.outputs import Outputs, joined
 
 #: The number of images whose logits are kept for parity. They are spread over the split, which may be sorted by class.
 PARITY_IMAGES = 512
 
-_FILE = "answers.safetensors"
+_FILE, _OTHER = "answers.safetensors", "other_"
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Answers:
         predicted: ``int64 (N,)``, the best class.
         logits: ``float32 (min(N, 512), classes)``, of images at equal distances.
         left_out: ``int64``, rows of the split that cannot be read.
+        others: the network's outputs behind the logits, ``float32 (min(N, 512), …)`` each, of the same images.
     """
 
     first: torch.Tensor
@@ -37,6 +43,7 @@ class Answers:
     predicted: torch.Tensor
     logits: torch.Tensor
     left_out: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    others: Outputs = ()
 
     @property
     def top1(self) -> float:
@@ -53,43 +60,48 @@ def answer(score: Call, context: Context, max_batch: int) -> Answers:
     """Run a network over the validation split.
 
     Args:
-        score: ``uint8 (N, C, H, W)`` to logits ``float32 (N, classes)``.
+        score: ``uint8 (N, C, H, W)`` to outputs. The first is logits ``float32 (N, classes)``.
         context: data and preprocessing.
         max_batch: the largest batch.
 
     Raises:
-        PassError: a logit is NaN or infinite.
+        PassError: an output is NaN or infinite.
         UserError: images cannot be read, and the context does not allow leaving them out.
     """
     count = len(context.data.val)
     kept = torch.zeros(count, dtype=torch.bool)
     kept[torch.arange(min(count, PARITY_IMAGES)) * count // min(count, PARITY_IMAGES)] = True
     batches = context.evaluation(max_batch, torch.device("cpu"))
-    first, five, predicted, logits = [], [], [], []
+    first, five, predicted, outputs = [], [], [], []
     for done, (rows, images, labels) in enumerate(batches.numbered(), start=1):
-        scores = score(images)
-        if not torch.isfinite(scores).all():
-            raise PassError("its logits are NaN or infinite on validation images")
+        found = score(images)
+        if broken := [number for number, output in enumerate(found) if not output.isfinite().all()]:
+            raise PassError(f"its {spoken(broken[0])} are NaN or infinite on validation images")
         # int8 often gives equal logits. The server sorts them by index, so this sort must be stable. topk is not.
-        best = scores.sort(dim=1, descending=True, stable=True).indices[:, :5]
+        best = found[0].sort(dim=1, descending=True, stable=True).indices[:, :5]
         right = best == labels[:, None]
         first.append(right[:, 0])
         five.append(right.any(dim=1))
         predicted.append(best[:, 0])
-        logits.append(scores[kept[rows]])
+        outputs.append(tuple(output[kept[rows]] for output in found))
         context.listener.progressed(done / len(batches), "accuracy")
     left_out = torch.tensor(sorted(batches.left_out), dtype=torch.int64)
-    return Answers(torch.cat(first), torch.cat(five), torch.cat(predicted), torch.cat(logits), left_out)
+    logits, *others = joined(outputs)
+    return Answers(torch.cat(first), torch.cat(five), torch.cat(predicted), logits, left_out, tuple(others))
 
 
 def save_answers(answers: Answers, folder: Path) -> None:
     """Write answers into an object's folder."""
-    save_file({name: tensor.contiguous() for name, tensor in vars(answers).items()}, folder / _FILE)
+    named = {name: tensor for name, tensor in vars(answers).items() if name != "others"}
+    named |= {f"{_OTHER}{number}": output for number, output in enumerate(answers.others)}
+    save_file({name: tensor.contiguous() for name, tensor in named.items()}, folder / _FILE)
 
 
 def load_answers(folder: Path) -> Answers:
     """Read what `save_answers` wrote."""
-    return Answers(**load_file(folder / _FILE))
+    named = load_file(folder / _FILE)
+    others = [named.pop(f"{_OTHER}{number}") for number in range(sum(name.startswith(_OTHER) for name in named))]
+    return Answers(**named, others=tuple(others))
 
 
 def accuracy(answers: Answers, baseline: Answers | None, key: str) -> Accuracy:
@@ -109,21 +121,39 @@ def accuracy(answers: Answers, baseline: Answers | None, key: str) -> Accuracy:
     return alone.model_copy(update={"difference": difference})
 
 
-def parity(reference: Answers, other: Answers, name: str) -> Parity:
+def parity(reference: Answers, other: Answers, name: str, outputs: Sequence[str] = (LOGITS,)) -> Parity:
     """Compare the logits of two artifacts on `PARITY_IMAGES` images, and their best classes on all images.
 
     Args:
         reference: the answers of the artifact called ``name``.
         other: the answers to compare with them.
         name: the name of the reference in the report.
+        outputs: names of the network's outputs.
     """
-    difference = (reference.logits - other.logits).abs()
     return Parity(
         reference=name,
-        max_abs=difference.max().item(),
-        mean_abs=difference.double().mean().item(),
-        sqnr_db=sqnr_db(reference.logits.numpy(), other.logits.numpy()) if reference.logits.any() else None,
+        **_closeness(reference.logits, other.logits),
         top1_agreement=(reference.predicted == other.predicted).double().mean().item(),
         images=len(reference.predicted),
         logits_of=len(reference.logits),
+        others=tuple(
+            OutputParity(output=output, **_closeness(*pair))
+            for output, *pair in zip(outputs[1:], reference.others, other.others, strict=True)
+        ),
     )
+
+
+def least_sqnr(reference: Answers, other: Answers) -> float | None:
+    """Return the least signal-to-noise ratio of an output in dB. None if all are equal to the last bit."""
+    pairs = zip((reference.logits, *reference.others), (other.logits, *other.others), strict=True)
+    ratios = [_closeness(*pair)["sqnr_db"] for pair in pairs]
+    return min((ratio for ratio in ratios if ratio is not None), default=None)
+
+
+def _closeness(reference: torch.Tensor, other: torch.Tensor) -> dict[str, Any]:
+    difference = (reference - other).abs()
+    return {
+        "max_abs": difference.max().item(),
+        "mean_abs": difference.double().mean().item(),
+        "sqnr_db": sqnr_db(reference.numpy(), other.numpy()) if reference.any() else None,
+    }

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from optimize.measure.accuracy import Answers, parity
 from optimize.measure.statistics import paired_difference
-from serve.runtime.card.certificate import Agreement, Certificate
+from serve.runtime.card.certificate import Agreement, Certificate, OutputAgreement
 
 
 def certificate(
     reference: Answers,
     others: Mapping[str, Answers],
     *,
-    step: float | None,
+    steps: Mapping[str, float | None],
     file: str,
     data: str,
     absent: Mapping[str, str],
@@ -25,7 +25,7 @@ def certificate(
     Args:
         reference: the answers of torch's program of explicit quantizers around float operators.
         others: the answers of torch's kernels, ONNX Runtime and OpenVINO, by execution.
-        step: scale of the output quantizer.
+        steps: names of the outputs, the logits first, with the scale of their quantizer. None if there is none.
         file: SHA-256 of the reference program.
         data: fingerprint of the images.
         absent: why other executions were not compared.
@@ -34,34 +34,49 @@ def certificate(
     """
     return Certificate(
         reference=file,
-        step=step,
+        step=next(iter(steps.values())),
         images=len(reference.predicted),
         logits_of=len(reference.logits),
         data=data,
-        agreements=tuple(agreement(name, reference, answers, step) for name, answers in others.items()),
+        agreements=tuple(agreement(name, reference, answers, steps) for name, answers in others.items()),
         absent=dict(absent),
         cpu=cpu,
         versions=dict(versions),
     )
 
 
-def agreement(execution: str, reference: Answers, answers: Answers, step: float | None) -> Agreement:
+def agreement(execution: str, reference: Answers, answers: Answers, steps: Mapping[str, float | None]) -> Agreement:
     """Measure how near one execution's answers are to the reference's.
 
-    ``steps`` is the largest difference of two logits divided by ``step``: the number of the output quantizer's steps
+    ``steps`` is the largest difference of two logits divided by their step: the number of the output quantizer's steps
     between them. If that quantizer produced both answers, it is a whole number, apart from float rounding.
+
+    Args:
+        execution: the execution's name.
+        reference: the reference's answers.
+        answers: the execution's answers.
+        steps: see `certificate`.
     """
-    alike = parity(reference, answers, "reference")
+    alike = parity(reference, answers, "reference", tuple(steps))
+    step, *other_steps = steps.values()
     paired = paired_difference(reference.first.numpy(), answers.first.numpy())
     return Agreement(
         execution=execution,
         top1_agreement=alike.top1_agreement,
         sqnr_db=alike.sqnr_db,
         max_abs=alike.max_abs,
-        steps=alike.max_abs / step if step is not None else None,
+        steps=_steps(alike.max_abs, step),
         delta=paired.delta,
         low=paired.low,
         high=paired.high,
         gained=paired.gained,
         lost=paired.lost,
+        others=tuple(
+            OutputAgreement(each.output, each.sqnr_db, each.max_abs, _steps(each.max_abs, step))
+            for each, step in zip(alike.others, other_steps, strict=True)
+        ),
     )
+
+
+def _steps(largest: float, step: float | None) -> float | None:
+    return largest / step if step is not None else None

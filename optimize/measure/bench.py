@@ -210,7 +210,7 @@ class Bench:
 
         def build(folder: Path) -> None:
             worker = self._load(candidate).worker
-            save_answers(answer(worker.logits, self.context, MAX_BATCH), folder)
+            save_answers(answer(worker.outputs, self.context, MAX_BATCH), folder)
 
         key = AnswersKey(
             artifact=opening(candidate.artifact.card),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from serve.runtime.display import Described
 
@@ -96,13 +96,23 @@ class Accuracy(Record):
     difference: Difference | None = None
 
 
+class OutputParity(Record):
+    """How close the numbers of one output behind the logits are, on the same images as the logits."""
+
+    output: str
+    max_abs: float
+    mean_abs: float
+    sqnr_db: float | None
+
+
 class Parity(Record):
     """How close the logits are to those of ``reference``.
 
     The logits are those of ``logits_of`` images. ``top1_agreement`` is the share of all ``images`` with the same best
     class.
 
-    ``sqnr_db`` is None if they are equal to the last bit, or if the reference's logits are all zero.
+    ``sqnr_db`` is None if they are equal to the last bit, or if the reference's logits are all zero. ``others`` are the
+    outputs behind the logits.
     """
 
     reference: str
@@ -112,6 +122,7 @@ class Parity(Record):
     top1_agreement: float
     images: int
     logits_of: int
+    others: tuple[OutputParity, ...] = Field(default=(), exclude_if=lambda others: not others)
 
 
 class Footprint(Record):

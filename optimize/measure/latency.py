@@ -23,12 +23,13 @@ from optimize.measure.figures import LEVEL, Latency, Ratio, Timed
 from optimize.measure.statistics import ENOUGH, percentile_summary, ratio_interval, student_ratio
 from optimize.measure.timing import Timing
 from serve.runtime.errors import PipelineError
+from serve.runtime.outputs import Outputs
 
 #: Seconds in all for turns that are repeated because others took the cores.
 _AGAIN_S = 20.0
 
-#: ``uint8 (N, C, H, W)`` on the host to logits on the host.
-Call = Callable[[torch.Tensor], torch.Tensor]
+#: ``uint8 (N, C, H, W)`` on the host to outputs on the host.
+Call = Callable[[torch.Tensor], Outputs]
 #: Takes a turn at a batch size and returns the milliseconds of each call.
 Turn = Callable[[int], list[float]]
 #: Runs a call on a batch and returns its milliseconds.

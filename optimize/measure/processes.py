@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from optimize.measure.timing import Timing
 from optimize.measure.worker import receive, send
 from serve.runtime.card.execution import ENVIRONMENT, STARTED_WITH, Execution
 from serve.runtime.errors import EngineError, PipelineError, UserError
+from serve.runtime.outputs import Outputs
 
 #: Prefixes of environment variables that change the speed or the results of the libraries.
 _READ_BY_LIBRARIES: Final = (
@@ -122,10 +124,16 @@ class Worker:
         """Return the number of threads that torch uses in the process."""
         return int(self._ask("torch_threads")["threads"])
 
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
-        """Map ``uint8 (N, C, H, W)`` to ``float32 (N, classes)``, both on the host."""
-        header, payload = self._exchange("logits", _bytes(images))
-        return torch.frombuffer(payload, dtype=torch.float32).view(-1, header["classes"])
+    def outputs(self, images: torch.Tensor) -> Outputs:
+        """Map ``uint8 (N, C, H, W)`` to outputs ``(N, …)``, both on the host."""
+        header, payload = self._exchange("outputs", _bytes(images))
+        found, start = [], 0
+        for shape, kind in header["kinds"]:
+            dtype: torch.dtype = getattr(torch, kind)
+            count = math.prod(shape)
+            found.append(torch.frombuffer(payload, dtype=dtype, count=count, offset=start).view(shape))
+            start += count * dtype.itemsize
+        return tuple(found)
 
     def keep(self, images: torch.Tensor) -> None:
         """Send a batch ``uint8 (N, C, H, W)`` to the process, for turns at its size."""

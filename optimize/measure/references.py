@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from serve.runtime.card.execution import keep_memory
 from serve.runtime.device.cores import cores
 from serve.runtime.device.transfer import open_transfer
 from serve.runtime.errors import EngineError
+from serve.runtime.outputs import Outputs, as_outputs
 from serve.runtime.service.predictor import infer
 
 
@@ -59,7 +60,7 @@ class ModuleEngine:
         self.device = device
         self.provider = f"{'inductor' if reference.compiled else 'eager'}/{device.type}"
         self._memory_format = reference.memory_format
-        self._module: Call = module.to(device).to(memory_format=reference.memory_format)
+        self._module: nn.Module = module.to(device).to(memory_format=reference.memory_format)
         if reference.compiled:
             if switch := next((name for name in _SWITCHES if os.environ.get(name) == "1"), None):
                 raise EngineError(f"torch.compile is switched off by {switch}=1")
@@ -68,11 +69,11 @@ class ModuleEngine:
             # torch's documentation recommends this for inference: weights become constants of the compiled code. There
             # are few batch sizes, and each gets its own code.
             config.freezing = True
-            self._module = torch.compile(self._module, dynamic=False)
+            self._module = cast("nn.Module", torch.compile(self._module, dynamic=False))
 
-    def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(N, classes)`` of a batch."""
-        return self._module(batch.contiguous(memory_format=self._memory_format))
+    def run(self, batch: torch.Tensor) -> Outputs:
+        """Return the outputs for a batch."""
+        return as_outputs(self._module(batch.contiguous(memory_format=self._memory_format)))
 
 
 def open_reference(name: str, module: nn.Module, preprocessing: Preprocessing, device: str) -> tuple[Call, str]:
@@ -85,7 +86,7 @@ def open_reference(name: str, module: nn.Module, preprocessing: Preprocessing, d
         device: where to run it.
 
     Returns:
-        A function from ``uint8`` images to logits, and the name of what executes it.
+        A function from ``uint8`` images to outputs, and the name of what executes it.
     """
     torch.set_num_threads(cores())
     if torch.device(device).type == "cpu":
@@ -93,7 +94,7 @@ def open_reference(name: str, module: nn.Module, preprocessing: Preprocessing, d
     engine = ModuleEngine(module.eval(), torch.device(device), REFERENCES[name])
     transfer = open_transfer(engine.device, preprocessing.shape)  # as the server does
 
-    def call(batch: torch.Tensor) -> torch.Tensor:
+    def call(batch: torch.Tensor) -> Outputs:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of the compiler
             return infer(engine, batch, preprocessing, torch.float32, transfer)

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 if TYPE_CHECKING:
     import torch
 
+    from serve.runtime.outputs import Outputs
+
 #: Untimed calls until a batch size counts as warm: TorchScript optimises on its second call, CUDA on its first.
 _WARM_CALLS = 3
 _PR_SET_PDEATHSIG: Final = 1
@@ -73,13 +75,13 @@ class Child:
     """The answering side of an execution's process. Each method is the command of its name.
 
     Attributes:
-        call: ``uint8 (N, C, H, W)`` to logits, both on the host, once something is open.
+        call: ``uint8 (N, C, H, W)`` to outputs, both on the host, once something is open.
         device: where it runs.
         idle: memory of the process before anything was opened, bytes.
         images: a batch of each size that is timed.
     """
 
-    call: Callable[[torch.Tensor], torch.Tensor] | None = None
+    call: Callable[[torch.Tensor], Outputs] | None = None
     device: str = "cpu"
     shape: tuple[int, ...] = ()
     idle: int = 0
@@ -102,7 +104,7 @@ class Child:
         start = time.perf_counter()
         predictor = Predictor(Path(folder), by, max_batch=max_batch)
         load_ms = (time.perf_counter() - start) * 1e3
-        self.call, self.device = predictor.logits, by.device
+        self.call, self.device = predictor.outputs, by.device
         self.shape = predictor.card.preprocessing.shape
         return {"provider": predictor.engine.provider, "load_ms": load_ms}
 
@@ -150,10 +152,11 @@ class Child:
 
         return {"threads": torch.get_num_threads()}
 
-    def logits(self, payload: bytearray) -> tuple[dict[str, Any], memoryview]:
-        """Map ``uint8`` images to ``float32`` logits, both as raw memory."""
-        found = self._run(self._batch(payload)).contiguous()
-        return {"classes": found.shape[1]}, memoryview(found.numpy().data).cast("B")
+    def outputs(self, payload: bytearray) -> tuple[dict[str, Any], bytes]:
+        """Map ``uint8`` images to outputs, both as raw memory."""
+        found = self._run(self._batch(payload))
+        kinds = [[list(output.shape), str(output.dtype).removeprefix("torch.")] for output in found]
+        return {"kinds": kinds}, b"".join(output.numpy().tobytes() for output in found)
 
     def keep(self, payload: bytearray) -> dict[str, Any]:
         """Keep a batch of images for `turn`, by its size."""
@@ -173,7 +176,7 @@ class Child:
         module, _, name = function.partition(":")
         return {"found": getattr(importlib.import_module(module), name)(payload, **arguments)}
 
-    def _run(self, images: torch.Tensor) -> torch.Tensor:
+    def _run(self, images: torch.Tensor) -> Outputs:
         assert self.call is not None, "nothing is open"
         return self.call(images)
 
@@ -184,7 +187,7 @@ class Child:
 
 
 _COMMANDS: Final = (
-    "open", "reference", "warm", "memory", "device_memory", "probe", "torch_threads", "logits", "keep", "turn",
+    "open", "reference", "warm", "memory", "device_memory", "probe", "torch_threads", "outputs", "keep", "turn",
     "invoke",
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Turns a network with any kind of answer into one that returns logits ``(N, classes)``.
+"""Turns a network with any kind of answer into one that returns logits ``(N, classes)``, and other outputs behind them.
 
 Training, quantizing and serving need logits.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from serve.runtime.card.card import LOGITS
 from serve.runtime.errors import UserError, one_line
 
 #: What a network returns: logits, or the result of a softmax, a log-softmax or a sigmoid.
@@ -69,35 +70,53 @@ def materialised(module: nn.Module, shape: tuple[int, int, int]) -> nn.Module:
     return module
 
 
-def with_one_tensor(module: nn.Module, shape: tuple[int, int, int]) -> nn.Module:
-    """Make a network return one tensor if its forward returns a tuple, a dict or a record that contains one.
+def with_outputs(module: nn.Module, shape: tuple[int, int, int], names: Sequence[str] = ()) -> nn.Module:
+    """Make a network return one tensor, or the tuple of the outputs with these names.
 
-    The only tensor is taken, or the one called ``logits``. A forward that fails is left unchanged.
+    A forward may return a tensor, or a tuple, a dict or a record with tensors. A tensor's name is its key, its field or
+    its number, with dots in between: ``out``, ``0``, ``features.1``. The name of a single tensor is ``logits``. A
+    forward that fails is left unchanged.
 
     Args:
         module: its class is changed in place.
         shape: ``(C, H, W)`` of an image.
+        names: names of the outputs. Without names it is the only tensor, or the one called ``logits``.
 
     Raises:
-        UserError: there are several tensors, and none is called ``logits``. The message names all with their shapes.
+        UserError: an output does not exist. Or there are no names, several tensors, and none is called ``logits``. The
+            message names all with their shapes.
     """
     try:
         answer = _answer(module, torch.zeros(2, *shape))
     except Exception:  # noqa: BLE001 - the caller reports the fault
         return module
+    found = {_name(steps): (steps, tensor) for steps, tensor in _tensors(answer)}
+    if missing := [name for name in names if name not in found]:
+        raise UserError(f"outputs: the model returns no {missing[0]!r}; it returns {_listed(found) or 'no tensor'}")
+    if names == (LOGITS,) and isinstance(answer, torch.Tensor):
+        return module
+    if names:
+        paths = [found[name][0] for name in names]
+        one = paths[0] if len(paths) == 1 else None
+        return _replaced(module, lambda forward: _taken(forward, one) if one else _each_taken(forward, paths))
     if isinstance(answer, torch.Tensor):
         return module
-    found = list(_tensors(answer))
-    called = [entry for entry in found if entry[0] and entry[0][-1][1] == "logits"]
-    one = found if len(found) == 1 else called
-    if len(one) != 1:
-        shapes = ", ".join(f"{_spelled(steps)} {tuple(tensor.shape)}" for steps, tensor in found)
+    called = [steps for steps, _ in found.values() if steps and steps[-1][1] == LOGITS]
+    alone = [steps for steps, _ in found.values()] if len(found) == 1 else called
+    if len(alone) != 1:
         raise UserError(
-            f"the model gives a {type(answer).__name__} of {len(found)} tensors ({shapes or 'none'}); it must give its "
-            "logits alone, or call them 'logits'"
+            f"the model gives a {type(answer).__name__} of {len(found)} tensors ({_listed(found) or 'none'}); it must "
+            f"give its logits alone, or call them 'logits', or name its outputs with --outputs, logits first"
         )
-    steps = one[0][0]
-    return _replaced(module, lambda forward: _taken(forward, steps))
+    return _replaced(module, lambda forward: _taken(forward, alone[0]))
+
+
+def _name(steps: tuple[_Step, ...]) -> str:
+    return ".".join(str(name) for _, name in steps) or LOGITS
+
+
+def _listed(found: Mapping[str, tuple[tuple[_Step, ...], torch.Tensor]]) -> str:
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, (_, tensor) in found.items())
 
 
 def _answer(module: nn.Module, images: torch.Tensor) -> Any:
@@ -130,18 +149,25 @@ def _tensors(answer: Any, steps: tuple[_Step, ...] = ()) -> Iterator[tuple[tuple
         yield from _tensors(value, (*steps, step))
 
 
-def _spelled(steps: tuple[_Step, ...]) -> str:
-    return "".join(f"[{name!r}]" if kind == "item" else f".{name}" for kind, name in steps)
-
-
 def _taken(forward: Callable[..., Any], steps: tuple[_Step, ...]) -> Callable[..., Any]:
     def forward_of_one(self: nn.Module, images: torch.Tensor) -> Any:
-        answer = forward(self, images)
-        for kind, name in steps:
-            answer = answer[name] if kind == "item" else getattr(answer, name)
-        return answer
+        return _at(forward(self, images), steps)
 
     return forward_of_one
+
+
+def _each_taken(forward: Callable[..., Any], paths: Sequence[tuple[_Step, ...]]) -> Callable[..., Any]:
+    def forward_of_several(self: nn.Module, images: torch.Tensor) -> Any:
+        answer = forward(self, images)
+        return tuple(_at(answer, steps) for steps in paths)
+
+    return forward_of_several
+
+
+def _at(answer: Any, steps: tuple[_Step, ...]) -> Any:
+    for kind, name in steps:
+        answer = answer[name] if kind == "item" else getattr(answer, name)
+    return answer
 
 
 class _Held(nn.Module):
@@ -183,12 +209,12 @@ def ending_of(module: nn.Module, images: torch.Tensor) -> Ending:
     are within [0, 1], even if the last weights are a thousand times as large.
 
     Args:
-        module: returns ``(N, classes)``, in eval mode.
+        module: its first output is ``(N, classes)``, in eval mode.
         images: several real ones, ``float32 (N, C, H, W)``, normalised.
     """
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            answers = module(images)
+            answers = _first(module(images))
     except Exception:  # noqa: BLE001 - the caller reports the fault
         return "logits"
     if not isinstance(answers, torch.Tensor) or answers.ndim != 2 or not answers.isfinite().all():
@@ -229,7 +255,7 @@ def _stays_within(module: nn.Module, images: torch.Tensor, answers: torch.Tensor
         with torch.no_grad():
             for parameter in other.get_submodule(last[-1]).parameters(recurse=False):
                 parameter.mul_(factor)
-            found = other(images)
+            found = _first(other(images))
         if not _within(found) or torch.equal(found, answers):
             return False
     return True
@@ -242,7 +268,7 @@ def giving_logits(module: nn.Module, ending: str) -> nn.Module:
     Otherwise it is the logarithm of the probabilities.
 
     Args:
-        module: returns ``(N, classes)``.
+        module: its first output is ``(N, classes)``. Other outputs stay.
         ending: see `ending_of`.
     """
     if ending == "softmax":
@@ -263,18 +289,26 @@ def _log_odds(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 class _ActivationRecorder(TorchFunctionMode):
-    """Records the input and the output of the last call of an activation."""
+    """Records the inputs and the outputs of an activation's calls."""
 
     def __init__(self, functions: frozenset[Any]) -> None:
         super().__init__()
         self.functions = functions
-        self.last: tuple[Any, Any] | None = None
+        self.calls: list[tuple[Any, Any]] = []
+
+    def given(self, answer: Any) -> Any:
+        """Return the input of the call that returned ``answer``. None: no call did."""
+        return next((given for given, returned in self.calls if returned is answer), None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
         if func in self.functions:
-            self.last = (args[0] if args else (kwargs or {}).get("input"), answer)
+            self.calls.append((args[0] if args else (kwargs or {}).get("input"), answer))
         return answer
+
+
+def _first(answer: Any) -> Any:
+    return answer[0] if isinstance(answer, tuple) else answer
 
 
 def _before(
@@ -284,13 +318,14 @@ def _before(
 
     def forward_of_logits(self: nn.Module, images: Any) -> Any:
         if isinstance(images, fx.Proxy):
-            answer = forward(self, images)
-            given = _given_in_graph(answer, functions)
+            whole = forward(self, images)
+            given = _given_in_graph(_first(whole), functions)
         else:
             with _ActivationRecorder(functions) as recorded:
-                answer = forward(self, images)
-            given = recorded.last[0] if recorded.last is not None and recorded.last[1] is answer else None
-        return otherwise(answer) if given is None else given
+                whole = forward(self, images)
+            given = recorded.given(_first(whole))
+        logits = otherwise(_first(whole)) if given is None else given
+        return (logits, *whole[1:]) if isinstance(whole, tuple) else logits
 
     return forward_of_logits
 

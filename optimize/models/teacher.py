@@ -74,7 +74,8 @@ class Served(nn.Module):
             batch = _pixels(images, card.preprocessing)
         else:
             batch = images.to(getattr(torch, card.input_dtype))
-        return self._engine.run(batch.to(self._engine.device).contiguous()).to(images.device, torch.float32)
+        logits, *_ = self._engine.run(batch.to(self._engine.device).contiguous())
+        return logits.to(images.device, torch.float32)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_engine": None}

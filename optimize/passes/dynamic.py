@@ -86,7 +86,9 @@ def _apply(parent: Artifact, config: Dynamic, context: Context, folder: Path) ->
     with torch.no_grad():
         # From its file, as it is served. The parent is loaded again, because quantizing removed layers from this one.
         found = load_script(folder / file, torch.device("cpu"))(images)
-        note = check_answers(parent.module()(images), found, config, "int8 linear layers against float arithmetic")
+        expected = parent.module()(images)
+    parties = "int8 linear layers against float arithmetic"
+    note = check_answers(expected, found, config, parties, parent.card.outputs)
     return Product(
         file,
         "torchscript",

@@ -30,7 +30,8 @@ class Onnx(TakesPixels):
 def _apply(parent: Artifact, config: Onnx, context: Context, folder: Path) -> Product:
     module, given = parent.module(), graph_input(context, config.input, _IMAGES)
     path = folder / "model.onnx"
-    export_onnx(entered(module, config.input, context.preprocessing), given, path)
+    whole = entered(module, config.input, context.preprocessing)
+    export_onnx(whole, given, path, outputs=parent.card.outputs)
     with torch.no_grad():
         expected = module(context.example(_IMAGES))
     check_against(path, given, expected, config.tolerance)

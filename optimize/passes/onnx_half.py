@@ -18,6 +18,7 @@ from optimize.passes.base import Pass, register
 from optimize.quantization.rewrites.computed_weights import store_weights
 from optimize.store.artifact import Artifact, Product
 from serve.common.config import Config
+from serve.runtime.outputs import Answer
 
 #: Number of training images whose answers must be finite, and are compared.
 _IMAGES = 8
@@ -56,13 +57,13 @@ class _FloatEnds(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.module(batch.half()).float()
-        return logits
+    def forward(self, batch: torch.Tensor) -> Answer:
+        answer: Answer = self.module(batch.half())
+        return answer.float() if isinstance(answer, torch.Tensor) else tuple(output.float() for output in answer)
 
 
 def _apply(parent: Artifact, config: OnnxHalf, context: Context, folder: Path) -> Product:
-    module, example = parent.module(), context.example(_IMAGES)
+    module, example, outputs = parent.module(), context.example(_IMAGES), parent.card.outputs
     store_weights(module)
     # ONNX Runtime's CPU provider computes FP16 graphs in FP32. The check below would miss an overflow on CUDA.
     check_half(module, torch.float16, example)
@@ -70,9 +71,9 @@ def _apply(parent: Artifact, config: OnnxHalf, context: Context, folder: Path) -
     path = folder / "model.onnx"
     given = graph_input(context, config.input, _IMAGES)
     if config.io == "float32":
-        export_onnx(entered(_FloatEnds(half).eval(), config.input, context.preprocessing), given, path)
+        export_onnx(entered(_FloatEnds(half).eval(), config.input, context.preprocessing), given, path, outputs=outputs)
     else:
-        export_onnx(half, given.half(), path)
+        export_onnx(half, given.half(), path, outputs=outputs)
     with torch.no_grad():
         expected = module(example)
     check_against(path, given, expected, config.tolerance, half=True)

@@ -78,6 +78,7 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
         target,
         lambda module: entered(module, config.input, context.preprocessing),
         exact_sums=config.exact_sums,
+        outputs=parent.card.outputs,
     )
     _write_for_engines(path, target, config.half)
     size, floats = path.stat().st_size, (parent.parent.folder / WEIGHTS_FILE).stat().st_size
@@ -92,7 +93,7 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
     with torch.no_grad():
         expected = program.module()(context.example(IMAGES))
     answers = run_onnx(path, graph_input(context, config.input, IMAGES), literal=not target.packed)
-    found = check_answers(expected, answers, config, "ONNX Runtime against exact arithmetic")
+    found = check_answers(expected, answers, config, "ONNX Runtime against exact arithmetic", parent.card.outputs)
     for_tensorrt = target.name == TENSORRT
     if for_tensorrt:
         _write_profile(path, context.preprocessing.shape)

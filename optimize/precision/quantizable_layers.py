@@ -28,6 +28,7 @@ from optimize.store.keys import RanksKey, content
 from optimize.store.sources import code_of
 from serve.runtime.errors import UserError
 from serve.runtime.images.image_preprocessing import normalise
+from serve.runtime.outputs import Answer, Outputs, as_outputs
 
 #: Number of calibration images on which the answers of each simulation are compared.
 _JUDGED: Final = 64
@@ -58,7 +59,9 @@ def layers_of(parent: Artifact, config: Ptq, context: Context) -> dict[str, int]
 
 
 def ranks(session: Session, parent: Artifact, config: Ptq) -> tuple[dict[str, float], str]:
-    """Return the SQNR of the logits in dB with each layer alone quantized, simulated in torch on calibration images.
+    """Return the least SQNR of an output in dB with each layer alone quantized.
+
+    It is simulated in torch on calibration images.
 
     Nothing runs as it would be served, and no evaluation image is used: this only says where to look first. A result in
     the store is used again.
@@ -98,12 +101,16 @@ def _ranks(parent: Artifact, config: Ptq, context: Context) -> dict[str, float]:
     own = _own_names(parent)
     found: dict[str, float] = {}
     with torch.no_grad():
-        expected = parent.module().to(context.device)(images).cpu()
+        expected = _on_cpu(parent.module().to(context.device)(images))
         for name, module in each_alone(prepared, plain):
-            layer, ratio = _owner(called_layer(name), own), sqnr(expected, module(images).cpu())
+            layer, ratio = _owner(called_layer(name), own), sqnr(expected, _on_cpu(module(images)))
             # JSON has no infinity. No quantized layer reaches a tenth of this.
             found[layer] = min(found.get(layer, 1e3), max(ratio, -1e3))
     return found
+
+
+def _on_cpu(answer: Answer) -> Outputs:
+    return tuple(output.cpu() for output in as_outputs(answer))
 
 
 def _observed(parent: Artifact, config: Ptq, context: Context) -> Callable[[Observer], fx.GraphModule]:

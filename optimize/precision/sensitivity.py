@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any, Final
 
-from optimize.measure.accuracy import Answers, parity
+from optimize.measure.accuracy import Answers, least_sqnr
 from optimize.measure.bench import Bench, Candidate
 from optimize.measure.figures import Difference
 from optimize.measure.latency import Speed
@@ -179,7 +179,7 @@ def _figure(expected: Answers, found: Answers, own: Speed, slow: Speed, fast: Sp
     return Figure(
         top1=found.top1,
         difference=Difference.of(paired_difference(expected.first.numpy(), found.first.numpy())),
-        sqnr_db=parity(expected, found, "float").sqnr_db,
+        sqnr_db=least_sqnr(expected, found),
         p50=statistics.median(own.medians()),
         won_ms=statistics.median(before - after for before, after in zip(won(slow), won(fast), strict=True)),
     )

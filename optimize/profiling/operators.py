@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from optimize.profiling.base import WARM_CALLS, Subject
 from serve.runtime.engines.base import Engine
 from serve.runtime.errors import PipelineError
+from serve.runtime.outputs import Outputs
 
 _CALL: Final = "a call of the engine"
 _OWN: Final = "profiler::"  # torch's own marks
@@ -27,7 +28,7 @@ def operator_calls(subject: Subject, engine: Engine) -> list[tuple[Any, list[Any
     """
     plain = engine.run
 
-    def marked(batch: torch.Tensor) -> torch.Tensor:
+    def marked(batch: torch.Tensor) -> Outputs:
         with record_function(_CALL):
             return plain(batch)
 

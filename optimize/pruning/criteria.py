@@ -12,6 +12,7 @@ from optimize.context import Context
 from optimize.pruning.groups import Grouping
 from optimize.training.objective import label_loss
 from serve.runtime.images.image_preprocessing import normalise
+from serve.runtime.outputs import first_output
 
 Criterion = Literal["l1", "l2", "bn", "group", "taylor"]
 
@@ -65,7 +66,7 @@ def first_order(graph_module: fx.GraphModule, grouping: Grouping, context: Conte
             weight.requires_grad_(True)
         for done, (pixels, labels) in enumerate(batches, start=1):
             inputs = normalise(pixels, context.preprocessing, context.device, torch.float32)
-            loss = label_loss(graph_module(inputs), labels.to(context.device), context.probabilities)
+            loss = label_loss(first_output(graph_module(inputs)), labels.to(context.device), context.probabilities)
             gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
                 # None: the loss does not depend on it.

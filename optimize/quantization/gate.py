@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,9 +13,11 @@ from optimize.errors import PassError
 from optimize.measure.statistics import sqnr_db
 from optimize.store.artifact import REFERENCE_FILE
 from serve.common.config import Config
+from serve.runtime.card.card import LOGITS
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.model_files.program_file import load_program
 from serve.runtime.model_files.script_file import load_script
+from serve.runtime.outputs import Answer, as_outputs, first_output
 
 #: Number of training images on which answers are compared.
 IMAGES = 32
@@ -31,7 +34,7 @@ class Gate(Config):
 
     min_sqnr: float = Field(
         default=3.0,
-        description="least signal-to-noise ratio of the logits in dB on 32 training images, against the float parent "
+        description="least signal-to-noise ratio of each output in dB on 32 training images, against the float parent "
         "(ptq, dynamic) or the fake-quantized arithmetic (qat); 3 is half the signal's power, trained networks have "
         "15 to 40",
     )
@@ -43,14 +46,15 @@ class Gate(Config):
     )
 
 
-def check_answers(expected: torch.Tensor, found: torch.Tensor, gate: Gate, parties: str) -> str:
-    """Compare two batches of logits ``(N, classes)``.
+def check_answers(expected: Answer, found: Answer, gate: Gate, parties: str, names: Sequence[str] = (LOGITS,)) -> str:
+    """Compare the outputs for a batch. The first output is logits ``(N, classes)``.
 
     Args:
-        expected: logits of the artifact's source.
-        found: logits of the artifact.
+        expected: outputs of the artifact's source.
+        found: outputs of the artifact.
         gate: the limits.
         parties: what is compared, for the message, such as ``int8 against its float parent``.
+        names: names of the outputs.
 
     Returns:
         A note of the result.
@@ -59,26 +63,37 @@ def check_answers(expected: torch.Tensor, found: torch.Tensor, gate: Gate, parti
         PassError: they agree too little, or ``found`` is not finite.
     """
     _require_finite(found, parties)
-    same = int((expected.argmax(1) == found.argmax(1)).sum())
-    ratio = sqnr(expected, found)
-    spelled = "equal logits" if ratio == math.inf else f"SQNR {ratio:.1f} dB"
-    note = f"{parties}: {spelled}, same top-1 on {same} of {len(found)} training images"
-    if ratio < gate.min_sqnr or same < gate.min_agreement * len(found):
+    first, other = first_output(found), first_output(expected)
+    same = int((other.argmax(1) == first.argmax(1)).sum())
+    ratios = dict(zip(names, each_sqnr(expected, found), strict=True))
+    note = f"{parties}: {_spelled(ratios)}, same top-1 on {same} of {len(first)} training images"
+    if min(ratios.values()) < gate.min_sqnr or same < gate.min_agreement * len(first):
         raise PassError(
             f"{note}; this is broken (min_sqnr is {gate.min_sqnr:g} dB, min_agreement {gate.min_agreement:g})"
         )
     return note
 
 
-def check_quantized(folder: Path, file: str, images: torch.Tensor, expected: torch.Tensor, gate: Gate) -> str:
+def _spelled(ratios: Mapping[str, float]) -> str:
+    """Return the ratio of each output as text, with the names of several."""
+    if len(ratios) > 1:
+        return ", ".join(f"{name} {'equal' if r == math.inf else f'SQNR {r:.1f} dB'}" for name, r in ratios.items())
+    (ratio,) = ratios.values()
+    return "equal logits" if ratio == math.inf else f"SQNR {ratio:.1f} dB"
+
+
+def check_quantized(
+    folder: Path, file: str, images: torch.Tensor, expected: Answer, gate: Gate, *, names: Sequence[str] = (LOGITS,)
+) -> str:
     """Check that torch's kernels compute what an int8 program's integers mean, and that it answers as ``expected``.
 
     Args:
         folder: holds the program and its reference form.
         file: name of the packed program, or of the reference form if there is no other.
         images: normalised training images, ``float32 (N, C, H, W)``.
-        expected: logits ``(N, classes)`` of the source in float arithmetic.
+        expected: outputs of the source in float arithmetic.
         gate: the limits.
+        names: names of the outputs.
 
     Returns:
         A note of the result.
@@ -89,28 +104,39 @@ def check_quantized(folder: Path, file: str, images: torch.Tensor, expected: tor
     with torch.no_grad():
         meant = load_program(folder / REFERENCE_FILE).module()(images)
     if file == REFERENCE_FILE:
-        return check_answers(expected, meant, gate, "what the integers mean against float arithmetic")
+        return check_answers(expected, meant, gate, "what the integers mean against float arithmetic", names)
     use_int8_kernels()
     with torch.no_grad():
         found = load_script(folder / file, torch.device("cpu"))(images)
     parties = "int8 against float arithmetic"
     _require_finite(found, parties)
-    lost, kept = sqnr(expected, found), sqnr(expected, meant)
-    if sqnr(meant, found) < _KERNELS_AGREE and kept > lost + _KERNELS_LOSE:
-        raise PassError(
-            f"torch's int8 kernels compute something else than these integers mean: SQNR {lost:.1f} dB where exact "
-            f"arithmetic has {kept:.1f}"
-        )
-    return check_answers(expected, found, gate, parties)
+    for lost, kept, alike in zip(
+        each_sqnr(expected, found), each_sqnr(expected, meant), each_sqnr(meant, found), strict=True
+    ):
+        if alike < _KERNELS_AGREE and kept > lost + _KERNELS_LOSE:
+            raise PassError(
+                f"torch's int8 kernels compute something else than these integers mean: SQNR {lost:.1f} dB where exact "
+                f"arithmetic has {kept:.1f}"
+            )
+    return check_answers(expected, found, gate, parties, names)
 
 
-def _require_finite(found: torch.Tensor, parties: str) -> None:
-    if not found.isfinite().all():
+def _require_finite(found: Answer, parties: str) -> None:
+    if not all(output.isfinite().all() for output in as_outputs(found)):
         raise PassError(f"{parties}: logits are not finite on training images")
 
 
-def sqnr(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Return `sqnr_db`, with infinities for equal tensors and for noise without a signal."""
+def sqnr(expected: Answer, found: Answer) -> float:
+    """Return the least ratio of `each_sqnr`."""
+    return min(each_sqnr(expected, found))
+
+
+def each_sqnr(expected: Answer, found: Answer) -> list[float]:
+    """Return `sqnr_db` of each output, with infinities for equal outputs and for noise without a signal."""
+    return [_sqnr(*pair) for pair in zip(as_outputs(expected), as_outputs(found), strict=True)]
+
+
+def _sqnr(expected: torch.Tensor, found: torch.Tensor) -> float:
     if not expected.any():
         return -math.inf if found.any() else math.inf
     ratio = sqnr_db(expected.double().numpy(), found.double().numpy())

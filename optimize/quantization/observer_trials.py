@@ -14,6 +14,7 @@ from optimize.quantization.observer_choice import Observer
 from optimize.quantization.ranges import OBSERVERS
 from optimize.quantization.simulate import simulated
 from serve.runtime.images.image_preprocessing import normalise
+from serve.runtime.outputs import Outputs, as_outputs, joined
 
 #: One of this many images is kept to judge by.
 _JUDGED = 4
@@ -27,7 +28,9 @@ def best_observer(
     batches: Batches,
     simulate: Callable[[fx.GraphModule], fx.GraphModule] = simulated,
 ) -> tuple[Observer, str]:
-    """Return the observer with which the quantized model's logits are nearest to the float model's.
+    """Return the observer with which the quantized model's outputs are nearest to the float model's.
+
+    Of several outputs the one that loses most counts.
 
     Args:
         prepared: makes a new model with observers of a name, in eval mode.
@@ -61,9 +64,9 @@ def _batched(rows: torch.Tensor) -> list[torch.Tensor]:
     return [rows[first : first + _BATCH] for first in range(0, len(rows), _BATCH)]
 
 
-def _answers(module: nn.Module, batches: Sequence[torch.Tensor]) -> torch.Tensor:
+def _answers(module: nn.Module, batches: Sequence[torch.Tensor]) -> Outputs:
     with torch.no_grad():
-        return torch.cat([module(batch) for batch in batches]).cpu()
+        return tuple(output.cpu() for output in joined(as_outputs(module(batch)) for batch in batches))
 
 
 def _note(chosen: Observer, found: Mapping[Observer, float], images: int) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 from optimize.certify.layer_findings import LEAST_EQUAL, MOST_STEPS, Engine, LayerParity, Unable
 from optimize.report.console import output
 from optimize.report.number_format import NONE, count, plural
-from optimize.report.parity_text import HEADS, cells, explained, missing
+from optimize.report.parity_text import HEADS, explained, missing, rows
 from serve.runtime.card.certificate import Certificate
 
 
@@ -33,7 +33,8 @@ def print_parity(name: str, certificate: Certificate | None) -> None:
         return
     table = _table(f"{name}, end to end", HEADS)
     for agreement in certificate.agreements:
-        table.add_row(*map(Text, cells(agreement)), style="" if agreement.holds else "red")
+        for row in rows(agreement):
+            table.add_row(*map(Text, row), style="" if agreement.holds else "red")
     output().print(table)
     typer.echo(explained(certificate))
     for line in missing(certificate):

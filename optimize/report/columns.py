@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from optimize.measure.figures import Measured, Ratio, Timed
+from optimize.measure.figures import Measured, OutputParity, Parity, Ratio, Timed
 from optimize.measure.rows import FLOAT_GRAPHS, Results
 from optimize.report.number_format import (
     NONE,
@@ -177,8 +177,12 @@ def _agreement(measured: Measured) -> Cell:
 def _sqnr(measured: Measured) -> Cell:
     if measured.parity is None:
         return EMPTY
-    exact = measured.parity.sqnr_db is None and measured.parity.max_abs == 0
-    return Cell("exact" if exact else number(measured.parity.sqnr_db))
+    others = (f"{each.output} {_decibels(each)}" for each in measured.parity.others)
+    return Cell(_decibels(measured.parity), tuple(others))
+
+
+def _decibels(parity: Parity | OutputParity) -> str:
+    return "exact" if parity.sqnr_db is None and parity.max_abs == 0 else number(parity.sqnr_db)
 
 
 def _apart(measured: Measured) -> Cell:

@@ -142,7 +142,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {"family": family_of, "percent": percent, "number": number, "settings": _settings}
     environment.filters |= {
         "figure": figure,
-        "parity": parity_text.cells,
+        "parity": parity_text.rows,
         "of": parity_text.explained,
         "missing": parity_text.missing,
     }

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from optimize.measure.rows import Results, Row
 from optimize.report.number_format import NONE, count, number, percent, points, signed, small
-from serve.runtime.card.certificate import LEAST_AGREEMENT, Agreement, Certificate
+from serve.runtime.card.certificate import LEAST_AGREEMENT, Agreement, Certificate, OutputAgreement
 
-#: The heads above a table of `cells`.
+#: The heads above a table of `rows`.
 HEADS = ("execution", "same top-1 %", "SQNR dB", "largest difference", "Δ top-1", "95 %", "gained, lost")
 
 
-def cells(agreement: Agreement) -> tuple[str, ...]:
-    """Return an agreement as text, under `HEADS`."""
-    return (
+def rows(agreement: Agreement) -> list[tuple[str, ...]]:
+    """Return an agreement as text, under `HEADS`: a row, and another for each output behind the logits."""
+    first = (
         agreement.execution,
         percent(agreement.top1_agreement),
         _sqnr(agreement),
@@ -23,6 +23,8 @@ def cells(agreement: Agreement) -> tuple[str, ...]:
         f"{points(agreement.low)} to {points(agreement.high)}",
         f"{signed(agreement.gained, '+')}, {signed(agreement.lost, '−')}",
     )
+    others = [(f"{agreement.execution}, {each.output}", each) for each in agreement.others]
+    return [first, *((name, NONE, _sqnr(each), _apart(each), NONE, NONE, NONE) for name, each in others)]
 
 
 def explained(certificate: Certificate) -> str:
@@ -50,6 +52,7 @@ def parity_lines(results: Results) -> Iterator[str]:
         said = [
             f"{entry.execution}{packed if _is_torchs(entry.execution) else ''} {percent(entry.top1_agreement)} % same "
             f"top-1, SQNR {_sqnr(entry)} dB, at most {_apart(entry)} apart, {points(entry.delta)} points"
+            f"{''.join(f', {o.output} SQNR {_sqnr(o)} dB and at most {_apart(o)} apart' for o in entry.others)}"
             f"{'' if entry.holds else ' (NOT within the aim)'}"
             for entry in row.certificate.agreements
         ]
@@ -75,11 +78,11 @@ def _is_torchs(execution: str) -> bool:
     return execution.partition("[")[0] == "torchscript"
 
 
-def _sqnr(agreement: Agreement) -> str:
+def _sqnr(agreement: Agreement | OutputAgreement) -> str:
     return "exact" if agreement.sqnr_db is None and agreement.max_abs == 0 else number(agreement.sqnr_db)
 
 
-def _apart(agreement: Agreement) -> str:
+def _apart(agreement: Agreement | OutputAgreement) -> str:
     if agreement.steps is None:
         return small(agreement.max_abs) if agreement.max_abs else NONE
     return f"{number(agreement.steps)} steps"

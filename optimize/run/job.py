@@ -129,6 +129,12 @@ class Job(Config):
         description="Which weights of the checkpoint: model, ema …, or a prefix such as teacher; by default averaged "
         "weights, if there are any.",
     )
+    outputs: str | None = Field(
+        default=None,
+        description="Names of the network's outputs to keep, separated by commas, the class logits first. A name is a "
+        "key, a field or a number of what the forward returns, such as out, 0 or features.1. By default the output "
+        "called logits, or the only one.",
+    )
     preprocessing: Annotated[InstanceOf[Wish] | None, OptionsOf(PreprocessingConfig, _asked_preprocessing)] = Field(
         default=None, description="The parts of the preprocessing that differ from what model and data ask for."
     )
@@ -179,6 +185,19 @@ class Job(Config):
         if name is not None and len(name) > _LONGEST_NAME:
             raise ValueError(f"a run's name has at most {_LONGEST_NAME} characters, this one has {len(name)}")
         return name
+
+    @field_validator("outputs")
+    @classmethod
+    def _names_each_output_once(cls, names: str | None) -> str | None:
+        listed = names.split(",") if names is not None else []
+        if not all(listed) or len(set(listed)) < len(listed):
+            raise ValueError(f"outputs must be different names with commas in between, found {names!r}")
+        return names
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Return the names in ``outputs``."""
+        return tuple(self.outputs.split(",")) if self.outputs is not None else ()
 
     @field_validator("augment", mode="before")
     @classmethod

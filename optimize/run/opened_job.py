@@ -94,6 +94,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         scratch=store.scratch,
         processes=together,
         tensorboard=job.tensorboard,
+        outputs=job.output_names,
     )
     listener.said(
         f"{source.name} on {data.name}: {len(data.classes)} classes, {len(data.train)} training and "

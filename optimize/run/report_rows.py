@@ -310,7 +310,7 @@ def _measured(pair: Candidate, every: _Every) -> Measured:
         **dict(timed),
         accuracy=accuracy(own.value, None if pair.id == baseline.id else answers[baseline.id].value, own.key),
         footprint=every.weighed[pair.id].value.footprint,
-        parity=parity(answers[alike.id].value, own.value, alike.id) if alike else None,
+        parity=parity(answers[alike.id].value, own.value, alike.id, pair.artifact.card.outputs) if alike else None,
         vs_parent=compare(speeds[best], speeds[pair.id]) if best else None,
     )
 

@@ -110,7 +110,7 @@ def _model(given: TeacherModel | nn.Module, context: Context) -> Teaching:
     own = _normalised(source, context)
 
     def build() -> Teacher:
-        module = new_module(source, context)
+        module = new_module(source, dataclasses.replace(context, outputs=()))  # only its logits teach
         try:
             load_into(module, checkpoint, origin)
         except UserError as error:

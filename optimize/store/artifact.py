@@ -17,7 +17,7 @@ from torch import nn
 from optimize.errors import PassError
 from optimize.store.atomic_files import write_json
 from optimize.store.training_history import History
-from serve.runtime.card.card import Card, Device, Format, InputType, Probabilities, load_card
+from serve.runtime.card.card import LOGITS, Card, Device, Format, InputType, Probabilities, load_card
 from serve.runtime.display import Described
 from serve.runtime.errors import CardError, UserError
 
@@ -52,8 +52,8 @@ class Product:
 
     ``structure`` is what the pass's ``resize`` needs to give a parent's module the shapes of this one, as JSON values.
     ``training`` is the history of each training behind the product, for reports: two products of one key differ in
-    their times. ``probabilities`` says how the baseline's logits become probabilities. All that is made from the
-    baseline inherits it.
+    their times. ``probabilities`` says how the baseline's logits become probabilities, and ``outputs`` names its
+    outputs. All that is made from the baseline inherits both.
     """
 
     file: str
@@ -66,6 +66,7 @@ class Product:
     structure: Mapping[str, Any] = field(default_factory=dict)
     training: tuple[History, ...] = ()
     probabilities: Probabilities = "softmax"
+    outputs: tuple[str, ...] = (LOGITS,)
 
 
 @dataclass(frozen=True)

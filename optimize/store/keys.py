@@ -91,6 +91,7 @@ class BaselineKey(Making):
         processes: the number of processes that train together, 1 without training. Each process draws its own dropout,
             and some norms see only the images of their own process.
         teacher: digest of the network that it learns from. None without a teacher.
+        outputs: names of the network's outputs. Empty: its only one.
     """
 
     kind = "baseline"
@@ -99,6 +100,7 @@ class BaselineKey(Making):
     training: Mapping[str, Any] | None
     processes: int
     teacher: str | None
+    outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

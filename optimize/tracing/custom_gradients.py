@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from optimize.tracing.trace import graph_as_is
+from serve.runtime.outputs import first_output
 
 #: Largest difference of equal gradients, relative to the largest gradient.
 _SAME = 1e-4
@@ -26,7 +27,7 @@ def lost_gradients(module: nn.Module, example: torch.Tensor) -> tuple[str, ...]:
     """
     weights = [weight for weight in module.parameters() if weight.requires_grad]
     with torch.enable_grad():
-        answer = module(example.clone())
+        answer = first_output(module(example.clone()))  # the only output that is trained
         names = dict.fromkeys(function.__name__ for function in _functions(answer) if not _is_torchs(function))
         if not names or _alike(_gradients(answer, weights), _of_graph(module, weights, example)):
             return ()
@@ -50,7 +51,7 @@ def _of_graph(module: nn.Module, weights: Sequence[torch.Tensor], example: torch
     """Return the `_gradients` of the graph, without custom gradients, or None if torch has none."""
     graph = fx.GraphModule(module, graph_as_is(module, example))
     try:
-        return _gradients(graph(example.clone()), weights)
+        return _gradients(first_output(graph(example.clone())), weights)
     except RuntimeError:  # for example an in-place write into a leaf
         return None
 

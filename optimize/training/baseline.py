@@ -11,15 +11,16 @@ from torch import nn
 from optimize.context import Context
 from optimize.export.program import write_program, write_weights
 from optimize.models.checkpoint import Checkpoint
-from optimize.models.logits import ENDINGS, ending_of, giving_logits, materialised, with_one_tensor
+from optimize.models.logits import ENDINGS, ending_of, giving_logits, materialised, with_outputs
 from optimize.models.source import ModelSource
 from optimize.models.weight_matching import load_into
 from optimize.store.artifact import Product
 from optimize.store.training_history import History
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
-from serve.runtime.card.card import MOST_CHANNELS, Probabilities
+from serve.runtime.card.card import LOGITS, MOST_CHANNELS, Probabilities
 from serve.runtime.errors import UserError, one_line
+from serve.runtime.outputs import Outputs, as_outputs
 
 _SEEN = (
     "the checkpoint has probably been trained on the images that a training pass here holds out to choose its best "
@@ -43,12 +44,12 @@ def new_module(source: ModelSource, context: Context, ending: str = "logits") ->
         ending: the end of its forward, as `ending_of` found it. The module gives the logits before that.
 
     Raises:
-        UserError: it cannot be built, or its answer has several tensors.
+        UserError: it cannot be built, or its outputs are unclear; see `with_outputs`.
     """
     module = source.build(len(context.data.classes), context.preprocessing.crop[0])
-    if source.origin in ("user", "module"):  # a library's classifiers give logits
+    if context.outputs or source.origin in ("user", "module"):  # a library's classifiers give logits
         shape = context.preprocessing.shape
-        module = with_one_tensor(materialised(module, shape), shape)
+        module = with_outputs(materialised(module, shape), shape, context.outputs)
     return giving_logits(module, ending)
 
 
@@ -107,50 +108,62 @@ def make_baseline(
         structure=structure,
         training=training,
         probabilities=probabilities,
+        outputs=context.outputs or (LOGITS,),
     )
 
 
 def _check_output(module: nn.Module, example: torch.Tensor, classes: int) -> None:
-    """Refuse a module that does not map ``(N, C, H, W)`` to ``(N, classes)``, or mixes the images of a batch."""
+    """Refuse a module that does not map ``(N, C, H, W)`` to ``(N, classes)``, or mixes the images of a batch.
+
+    Outputs behind the first may have any shape with one row for each image.
+    """
     count = len(example)
     try:
         with torch.no_grad():
-            logits = module(example)
+            answer = module(example)
     except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
         shape = tuple(example.shape)
         channels = _other_channels(module, shape[1])
         raise UserError(f"the model fails on an input of shape {shape}: {one_line(error)}{channels}") from None
+    logits, *others = answer if isinstance(answer, tuple) and answer else (answer,)
     if _shape(logits) != (count, classes):
         raise UserError(
             f"the model gives {_shape(logits)} for a batch of {count} images of {classes} classes; "
             f"it must give logits of shape ({count}, {classes})"
         )
-    _check_alone(module, example[:1], logits)
+    for number, output in enumerate(others, start=2):
+        if not output.is_floating_point() or output.shape[:1] != (count,):
+            raise UserError(
+                f"the model gives {_shape(output)} of {output.dtype} as output {number} for a batch of {count} images; "
+                f"it must be a tensor of floats with one row for each image"
+            )
+    _check_alone(module, example[:1], (logits, *others))
 
 
-def _check_alone(module: nn.Module, image: torch.Tensor, logits: torch.Tensor) -> None:
+def _check_alone(module: nn.Module, image: torch.Tensor, together: Outputs) -> None:
     """Refuse a module that answers a single image ``(1, C, H, W)`` differently than the same image in a batch.
 
     Most requests have one image, and chance decides which images share a batch.
     """
     try:
         with torch.no_grad():
-            alone = module(image)
+            outputs = as_outputs(module(image))
     except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
         raise UserError(
-            f"the model takes {len(logits)} images and fails on one: {one_line(error)}; {_ANY_NUMBER}"
+            f"the model takes {len(together[0])} images and fails on one: {one_line(error)}; {_ANY_NUMBER}"
         ) from None
-    if _shape(alone) != (1, logits.shape[1]):
-        raise UserError(
-            f"the model gives {_shape(alone)} for one image, and {_shape(logits)} for {len(logits)}; {_ANY_NUMBER}"
-        )
-    largest = float(logits.nan_to_num(0, 0, 0).abs().max())
-    if not torch.allclose(alone, logits[:1], rtol=0, atol=_ROUNDED * largest, equal_nan=True):
-        raise UserError(
-            f"the model gives an image alone other logits than in a batch of {len(logits)} (they differ by up to "
-            f"{float((alone - logits[:1]).abs().max()):.3g}); they must depend on the image only: not on its "
-            "neighbours (a norm with track_running_stats=False), on chance, or on earlier calls"
-        )
+    for alone, whole in zip(outputs, together, strict=True):
+        if _shape(alone) != (1, *whole.shape[1:]):
+            raise UserError(
+                f"the model gives {_shape(alone)} for one image, and {_shape(whole)} for {len(whole)}; {_ANY_NUMBER}"
+            )
+        largest = float(whole.nan_to_num(0, 0, 0).abs().max())
+        if not torch.allclose(alone, whole[:1], rtol=0, atol=_ROUNDED * largest, equal_nan=True):
+            raise UserError(
+                f"the model gives an image alone other logits than in a batch of {len(whole)} (they differ by up to "
+                f"{float((alone - whole[:1]).abs().max()):.3g}); they must depend on the image only: not on its "
+                "neighbours (a norm with track_running_stats=False), on chance, or on earlier calls"
+            )
 
 
 def _shape(output: object) -> tuple[int, ...] | str:

@@ -56,7 +56,8 @@ def with_features(
             near = did_you_mean(name, known) or f"; it has {listed(known, 6)}"
             raise UserError(f"distil.features: {whose} has no node {name!r}{near}")
     output = next(node for node in graph.nodes if node.op == "output")
-    (logits,) = output.args
+    (answer,) = output.args
+    logits = answer[0] if isinstance(answer, tuple | list) else answer
     output.args = ((logits, tuple(nodes[known[name]] for name in names)),)
     graph.lint()
     return graph

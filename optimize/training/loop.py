@@ -43,6 +43,7 @@ from optimize.training.stopwatch import Stopwatch
 from optimize.training.tensorboard_events import Events
 from serve.runtime.errors import UserError
 from serve.runtime.images.image_preprocessing import normalise
+from serve.runtime.outputs import first_output
 
 #: The most points of a training's curve. It has at least one for each epoch.
 _POINTS = 200
@@ -350,7 +351,7 @@ def top1(module: nn.Module, batches: Loader, context: Context) -> float:
     right = count = 0
     with torch.no_grad():
         for images, labels in batches:
-            logits = module(normalise(images, context.preprocessing, context.device, torch.float32))
+            logits = first_output(module(normalise(images, context.preprocessing, context.device, torch.float32)))
             right += int((logits.argmax(1).cpu() == labels).sum())
             count += len(labels)
     right, count = map(sum, zip(*group.numbers(right, count, device=context.device), strict=True))

@@ -21,6 +21,7 @@ from optimize.training.precision import Precision
 from optimize.training.teacher_answers import answers_of, changing, kept_answers
 from serve.runtime.card.card import Probabilities
 from serve.runtime.errors import UserError, one_line
+from serve.runtime.outputs import first_output
 
 
 class Piece(NamedTuple):
@@ -57,7 +58,7 @@ class Objective:
 
     def loss(self, outputs: Any, piece: Piece) -> torch.Tensor:
         """Return the mean over a piece's images. ``outputs`` are the student's, in float32."""
-        return label_loss(outputs, piece.targets, self._probabilities, self._smoothing)
+        return label_loss(first_output(outputs), piece.targets, self._probabilities, self._smoothing)
 
 
 def label_loss(
@@ -136,7 +137,7 @@ class Distillation(Objective):
         self._kept = None
         changes = (*changing(config, context), *(["features"] if features else []))
         if context.store is not None and not changes:
-            file = kept_answers(context.store, self._teacher, fit, context, config=config, answer=self._answer)
+            file = kept_answers(context.store, self._teacher, fit, context, config=config, answer=self._logits)
             self._kept = answers_of(file)
         self.notes = (_note(self._teacher, self._settings, changes, kept=self._kept is not None),)
 
@@ -147,7 +148,7 @@ class Distillation(Objective):
     def loss(self, outputs: Any, piece: Piece) -> torch.Tensor:
         """See `Objective`. The teacher gets the same images as the student, including mixed ones."""
         settings = self._settings
-        logits, values = outputs if settings.features else (outputs, ())
+        logits, values = outputs if settings.features else (first_output(outputs), ())
         wanted, others = self._answers(piece)
         parts = []
         if settings.weight < 1:
@@ -163,8 +164,10 @@ class Distillation(Objective):
         """Return the teacher's logits and its features of a piece."""
         if self._kept is not None:
             return torch.from_numpy(self._kept[piece.rows.numpy()]).to(piece.inputs.device), ()
-        given = self._answer(piece.inputs)
-        return given if self._settings.features else (given, ())
+        return self._answer(piece.inputs) if self._settings.features else (self._logits(piece.inputs), ())
+
+    def _logits(self, inputs: torch.Tensor) -> torch.Tensor:
+        return first_output(self._answer(inputs))
 
     @torch.no_grad()
     def _answer(self, inputs: torch.Tensor) -> Any:
@@ -189,6 +192,7 @@ def check_answers(teacher: Teacher, context: Context, images: torch.Tensor) -> N
     try:
         with torch.no_grad():
             logits = teacher.module(teacher.renormalised(images, context.preprocessing))
+            logits = logits[0] if isinstance(logits, tuple) else logits
     except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
         shape = "x".join(map(str, images.shape[1:]))
         raise UserError(f"distil: the teacher {teacher.name} fails on images of {shape}: {one_line(error)}") from None

@@ -268,7 +268,7 @@ def test_its_artifacts_are_opened_by_the_engines(dtype: torch.dtype, tmp_path: P
         assert subject.artifact(kind, dtype) == folder
         images: Any = subject.inputs(CPU, dtype)
         with torch.no_grad():
-            found = open_engine(folder, load_card(folder), Execution(engine)).run(images)
+            (found,) = open_engine(folder, load_card(folder), Execution(engine)).run(images)
         assert found.dtype == dtype
         tolerance = 1e-4 if dtype == torch.float32 else 0.02 * float(subject.wanted.abs().max())
         torch.testing.assert_close(found.float(), subject.wanted, rtol=0, atol=tolerance)

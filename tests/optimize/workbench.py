@@ -97,7 +97,7 @@ def noise_context(seed: int = 0, *, train: Split | None = None, val: Split | Non
     return Context(data, GREY16, CPU, seed=seed)
 
 
-def parent_of(module: nn.Module, context: Context, folder: Path) -> Artifact:
+def parent_of(module: nn.Module, context: Context, folder: Path, outputs: tuple[str, ...] = ("logits",)) -> Artifact:
     """An artifact of ``module``'s weights as they are, without the file of a program."""
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(module, folder)
@@ -112,6 +112,7 @@ def parent_of(module: nn.Module, context: Context, folder: Path) -> Artifact:
         preprocessing=context.preprocessing,
         classes=context.data.classes,
         files={WEIGHTS_FILE: sha256_file(folder / WEIGHTS_FILE)},
+        outputs=outputs,
     )
     return Artifact("baseline", "module", "0" * 64, folder, card, build_module=lambda: copy.deepcopy(module))
 
@@ -154,7 +155,7 @@ def with_running_statistics(module: AnyModule, *shape: int, seed: int = 0) -> An
 def run(artifact: Artifact, batch: torch.Tensor) -> torch.Tensor:
     """Logits of the artifact's file in the runtime's engine on the CPU."""
     with torch.no_grad():
-        return open_engine(artifact.folder, artifact.card, preferred(artifact.card, "cpu")).run(batch)
+        return open_engine(artifact.folder, artifact.card, preferred(artifact.card, "cpu")).run(batch)[0]
 
 
 def quantizers(folder: Path) -> list[tuple[float, int, int, int]]:

@@ -50,6 +50,7 @@ def write_artifact(
     precision: str = "float32",
     device: Device = "any",
     extra: tuple[str, ...] = (),
+    outputs: tuple[str, ...] = ("logits",),
 ) -> Path:
     """Seal the files of ``folder`` with a card."""
     card = Card(
@@ -63,6 +64,7 @@ def write_artifact(
         preprocessing=PREPROCESSING,
         classes=CLASSES,
         files={entry: sha256_file(folder / entry) for entry in (file, *extra)},
+        outputs=outputs,
     )
     write_card(folder, card)
     return folder

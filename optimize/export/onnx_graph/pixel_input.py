@@ -13,6 +13,7 @@ from optimize.context import Context
 from optimize.tracing.aten_program import is_program
 from serve.common.config import Config
 from serve.runtime.card.card import InputType, Preprocessing
+from serve.runtime.outputs import Answer
 
 #: The input of a graph.
 GraphInput = Literal["uint8", "float"]
@@ -52,10 +53,10 @@ class FromPixels(nn.Module):
         self.module = module
         self.training = module.training  # eval() would reach an exported module, which has none
 
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(N, classes)``."""
-        logits: torch.Tensor = self.module(pixels.to(torch.float32) * self.factor - self.shift)
-        return logits
+    def forward(self, pixels: torch.Tensor) -> Answer:
+        """Return what the network returns."""
+        answer: Answer = self.module(pixels.to(torch.float32) * self.factor - self.shift)
+        return answer
 
 
 def entered(module: nn.Module, given: GraphInput, preprocessing: Preprocessing) -> nn.Module:

@@ -7,7 +7,9 @@ import io
 import logging
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import onnx
 import torch
@@ -17,10 +19,12 @@ from optimize.errors import PassError
 from optimize.export.onnx_graph.exported_table import EXPORTED, EXPORTING, WRITTEN
 from optimize.tracing.aten_program import required_program
 from optimize.tracing.equivalence import require_alike
+from serve.runtime.card.card import LOGITS
 from serve.runtime.errors import one_line
 from serve.runtime.model_files.onnx_session import LITERAL_QDQ, cpu_session
+from serve.runtime.outputs import Answer
 
-INPUT, OUTPUT = "input", "logits"
+INPUT = "input"
 
 #: The capacity of a protobuf file, less a margin for the graph. Weights of larger networks are in a file beside it. Its
 #: suffix ``.data`` is torch's. The runtime's engines know it as a part of a graph.
@@ -30,24 +34,32 @@ _LARGEST_FILE = (2 << 30) - (64 << 20)
 _TRANSLATED = re.compile(r"target=torch\.ops\.([\w.]+)")
 
 
-def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int | None = None) -> onnx.ModelProto:
+def export_onnx(
+    module: nn.Module,
+    example: torch.Tensor,
+    path: Path,
+    opset: int | None = None,
+    *,
+    outputs: Sequence[str] = (LOGITS,),
+) -> onnx.ModelProto:
     """Export ``module`` with torch's dynamo exporter to ``path``.
 
-    The graph takes ``input`` ``(batch, C, H, W)`` and gives ``logits`` ``(batch, classes)``, with ``batch`` dynamic. It
-    passes ``onnx.checker`` with full shape inference. A protobuf file cannot hold 2 GiB. Larger weights are in
-    ``<path>.data`` beside it.
+    The graph takes ``input`` ``(batch, C, H, W)`` and gives its outputs, with ``batch`` dynamic and first. It passes
+    ``onnx.checker`` with full shape inference. A protobuf file cannot hold 2 GiB. Larger weights are in ``<path>.data``
+    beside it.
 
     Args:
         module: in eval mode, with the weights to write.
         example: an input with N >= 2 (an example of batch 1 would fix the batch at 1).
         path: the file.
         opset: the version of ONNX's operators. None: the exporter's own choice (20 in torch 2.14).
+        outputs: names of the network's outputs, in their order.
 
     Returns:
         The graph, without weights that are stored beside the file.
 
     Raises:
-        PassError: torch's exporter fails, the graph has other inputs or outputs or a fixed batch, or ``onnx.checker``
+        PassError: torch's exporter fails, the graph has other inputs or outputs, or a fixed batch, or ``onnx.checker``
             refuses it.
     """
     with EXPORTING.around(module, None), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -62,7 +74,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
                 dynamo=True,
                 external_data=False,
                 input_names=[INPUT],
-                output_names=[OUTPUT],
+                output_names=[*outputs],
                 opset_version=opset,
             )
         except torch.onnx.OnnxExporterError as error:
@@ -75,7 +87,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         model = onnx.load(path, load_external_data=False)
     else:
         model = program.model_proto
-    _name_batch(model)
+    _name_batch(model, outputs)
     _drop_metadata(model)
     WRITTEN.run(model, None)
     onnx.save(model, str(path))
@@ -95,12 +107,15 @@ def _reason(error: torch.onnx.OnnxExporterError) -> str:
     return f"{operators[-1]}: {one_line(causes[-1])}" if operators else one_line(causes[-1])
 
 
-def _name_batch(model: onnx.ModelProto) -> None:
-    """Name the dynamic dimension ``batch``, and check that it is the first and only one of input and output."""
+def _name_batch(model: onnx.ModelProto, outputs: Sequence[str]) -> None:
+    """Name the dynamic dimension ``batch``, and check that it is the first and only one of input and outputs."""
     graph = model.graph
-    if len(graph.input) != 1 or len(graph.output) != 1:
-        raise PassError(f"ONNX graph: {len(graph.input)} inputs and {len(graph.output)} outputs, expected one of each")
-    for value in (graph.input[0], graph.output[0]):
+    if len(graph.input) != 1 or [value.name for value in graph.output] != [*outputs]:
+        raise PassError(
+            f"ONNX graph: {len(graph.input)} inputs and {len(graph.output)} outputs, expected 1 input and "
+            f"{len(outputs)} outputs ({', '.join(outputs)})"
+        )
+    for value in (graph.input[0], *graph.output):
         first, *rest = value.type.tensor_type.shape.dim
         if not first.dim_param or any(dimension.dim_param for dimension in rest):
             raise PassError(f"ONNX graph: the batch dimension of {value.name} is fixed, or another one is dynamic")
@@ -141,14 +156,17 @@ def save_changed(model: onnx.ModelProto, path: Path) -> None:
     onnx.save(model, str(path))
 
 
-def run_onnx(path: Path, batch: torch.Tensor, *, half: bool = False, literal: bool = False) -> torch.Tensor:
-    """Return the logits ``float32 (N, classes)`` of an ONNX file in ONNX Runtime on the CPU.
+def run_onnx(path: Path, batch: torch.Tensor, *, half: bool = False, literal: bool = False) -> Any:
+    """Return the outputs, ``float32``, of an ONNX file in ONNX Runtime on the CPU.
 
     Args:
         path: the file.
         batch: ``(N, C, H, W)``, pixels for a graph that takes them, else float32.
         half: whether the graph computes in FP16.
         literal: run quantizers as the graph has them, with float operators between them. Otherwise integer kernels run.
+
+    Returns:
+        What the network returns: a tensor, or a tuple of several.
 
     Raises:
         PassError: ONNX Runtime has no kernel for a part of the graph, for example for bfloat16.
@@ -159,20 +177,18 @@ def run_onnx(path: Path, batch: torch.Tensor, *, half: bool = False, literal: bo
         raise PassError(f"ONNX Runtime cannot run the graph: {one_line(error)}") from error
     wanted = session.get_inputs()[0]
     feed = batch.half() if wanted.type == "tensor(float16)" else batch
-    (logits,) = session.run(None, {wanted.name: feed.numpy()})
-    return torch.from_numpy(logits).float()
+    outputs = tuple(torch.from_numpy(output).float() for output in session.run(None, {wanted.name: feed.numpy()}))
+    return outputs if len(outputs) > 1 else outputs[0]
 
 
-def check_against(
-    path: Path, batch: torch.Tensor, expected: torch.Tensor, tolerance: float, *, half: bool = False
-) -> None:
-    """Run the file in ONNX Runtime on the CPU and compare its logits with those of its source.
+def check_against(path: Path, batch: torch.Tensor, expected: Answer, tolerance: float, *, half: bool = False) -> None:
+    """Run the file in ONNX Runtime on the CPU and compare its outputs with those of its source.
 
     Args:
         path: the ONNX file.
         batch: as for `run_onnx`.
-        expected: float32 logits ``(N, classes)`` of the same images.
-        tolerance: largest allowed difference, relative to the largest expected logit.
+        expected: float32 outputs of the source for the same images.
+        tolerance: largest allowed difference, relative to the largest number of an expected output.
         half: whether the graph computes in FP16.
 
     Raises:

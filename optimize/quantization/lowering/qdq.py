@@ -39,6 +39,7 @@ from optimize.quantization.lowering.narrow_ranges import NarrowRange
 from optimize.quantization.targets import Target
 from optimize.tracing.aten_program import program_of, required_program
 from optimize.tracing.constants import constant_value
+from serve.runtime.card.card import LOGITS
 from serve.runtime.device.cpu_integers import ANY_X86, TENSORRT, VNNI_X86
 
 #: The linter's name of each target.
@@ -111,6 +112,7 @@ def lower(
     entered: Callable[[nn.Module], nn.Module] = lambda module: module,
     *,
     exact_sums: bool = False,
+    outputs: Sequence[str] = (LOGITS,),
 ) -> QdqSummary:
     """Write a reference program (see `reference_program`) as a QDQ ONNX file and check it.
 
@@ -122,13 +124,14 @@ def lower(
         entered: adds the steps from the graph's input to the program's input, which is normalised float32. They stay in
             float: they get no quantizer, and are not folded into one.
         exact_sums: whether residual sums are kept apart from the layers that compute their addends. CPU targets only.
+        outputs: names of the network's outputs.
 
     Raises:
         PassError: the written graph does not match the quantized program.
     """
     given = Lowering(target, exact_sums)
     module, expected = rewritten(program, given)
-    export_onnx(entered(module), example, path, target.opset)
+    export_onnx(entered(module), example, path, target.opset, outputs=outputs)
     return verify(
         onnx.load(path),
         LINTED[target.name],

@@ -205,7 +205,7 @@ def _certificate(reference: Artifact, meant: Kept[Answers], compared: _Compared,
         made = certificate(
             meant.value,
             {name: kept.value for name, kept in compared.answers.items()},
-            step=ReferenceLayers(load_program(reference.path)).step,
+            steps=dict(zip(reference.card.outputs, ReferenceLayers(load_program(reference.path)).steps, strict=True)),
             file=digest,
             data=bench.context.data.val.fingerprint,
             absent=compared.absent,

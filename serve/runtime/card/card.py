@@ -37,6 +37,9 @@ Interpolation = Literal["nearest", "bilinear", "bicubic"]
 #: The type of the network's input. ``uint8``: raw pixels, which the graph itself normalises.
 InputType = Literal["float32", "float16", "bfloat16", "uint8"]
 
+#: The name of the only output of most networks.
+LOGITS = "logits"
+
 #: How answers are made from logits: shares of all classes that sum to one, or an independent probability of each class.
 Probabilities = Literal["softmax", "sigmoid"]
 
@@ -162,6 +165,8 @@ class Card(Described):
         certificate: how close each engine's answers are to the exact result of an INT8 artifact's integers. None if
             this was not measured.
         probabilities: how answers are made from logits; see `predictor.probabilities_of`.
+        outputs: names of the network's outputs, in the order in which engines return them. The first one is the logits
+            ``(N, classes)``. All are tensors, batch first.
     """
 
     name: str
@@ -183,6 +188,7 @@ class Card(Described):
     packed: Mapping[str, str] = field(default_factory=dict)
     certificate: Certificate | None = None
     probabilities: Probabilities = "softmax"
+    outputs: tuple[str, ...] = (LOGITS,)
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -200,6 +206,7 @@ class Card(Described):
             fields.text("card: a class", label)
         if not self.classes:
             raise CardError("card: the list of classes is empty")
+        self._check_outputs()
         self._check_files()
         for ancestor in fields.sequence("card: lineage", self.lineage):
             if not isinstance(ancestor, Ancestor):
@@ -213,6 +220,12 @@ class Card(Described):
         if self.certificate is not None and not isinstance(self.certificate, Certificate):
             raise CardError(f"card: certificate must be a JSON object, found {fields.shown(self.certificate)}")
         fields.whole("card: schema", self.schema, SCHEMA, SCHEMA)
+
+    def _check_outputs(self) -> None:
+        for output in fields.sequence("card: outputs", self.outputs):
+            fields.text("card: an output", output)
+        if not self.outputs or len(set(self.outputs)) != len(self.outputs):
+            raise CardError(f"card: outputs must be one or more different names, found {fields.shown(self.outputs)}")
 
     def _check_files(self) -> None:
         fields.files("card: files", self.files)

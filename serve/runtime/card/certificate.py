@@ -24,6 +24,27 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
+class OutputAgreement(Described):
+    """How close one execution's numbers are to the reference's, in one of the outputs behind the logits.
+
+    Attributes:
+        output: the output's name.
+        sqnr_db: as in `Agreement`.
+        max_abs: largest difference of two numbers.
+        steps: the same in steps of the output's quantizer. None if there is none.
+    """
+
+    output: str
+    sqnr_db: float | None
+    max_abs: float
+    steps: float | None
+
+    def __post_init__(self) -> None:
+        fields.text("certificate: an output", self.output)
+        _check_closeness("certificate: an output", self)
+
+
+@dataclass(frozen=True)
 class Agreement(Described):
     """How close one execution's answers are to the reference's, on the same images.
 
@@ -40,6 +61,7 @@ class Agreement(Described):
         high: upper end.
         gained: images that only this execution has right.
         lost: images that only the reference has right.
+        others: the outputs behind the logits, in the card's order.
     """
 
     execution: str
@@ -52,22 +74,22 @@ class Agreement(Described):
     high: float
     gained: int
     lost: int
+    others: tuple[OutputAgreement, ...] = ()
 
     def __post_init__(self) -> None:
         where = "certificate: an agreement"
         fields.text(f"{where}'s execution", self.execution)
         fields.number(f"{where}'s top1_agreement", self.top1_agreement, 0.0, 1.0)
-        if self.sqnr_db is not None:
-            fields.number(f"{where}'s sqnr_db", self.sqnr_db, -1000.0, 1000.0)
-        fields.number(f"{where}'s max_abs", self.max_abs, 0.0, _LARGEST)
-        if self.steps is not None:
-            fields.number(f"{where}'s steps", self.steps, 0.0, _LARGEST)
+        _check_closeness(where, self)
         for name in ("delta", "low", "high"):
             fields.number(f"{where}'s {name}", getattr(self, name), -1.0, 1.0)
         if not self.low <= self.delta <= self.high:
             raise CardError(f"{where}'s delta must lie in its interval, found {self.low} {self.delta} {self.high}")
         for name in ("gained", "lost"):
             fields.whole(f"{where}'s {name}", getattr(self, name), 0, _MOST_IMAGES)
+        for entry in fields.sequence(f"{where}'s others", self.others):
+            if not isinstance(entry, OutputAgreement):
+                raise CardError(f"{where}'s others must be JSON objects, found {fields.shown(entry)}")
 
     @property
     def holds(self) -> bool:
@@ -129,8 +151,7 @@ class Certificate(Described):
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values. `from_json` reads them back to an equal record."""
-        body = dataclasses.asdict(self)
-        return {**body, "agreements": list(body["agreements"])}
+        return {**dataclasses.asdict(self), "agreements": [_as_json(entry) for entry in self.agreements]}
 
     @classmethod
     def from_json(cls, body: object) -> Certificate:
@@ -143,8 +164,32 @@ class Certificate(Described):
         agreements = found.get("agreements")
         if not isinstance(agreements, list | tuple):
             raise CardError(f"certificate: agreements must be a list, found {fields.shown(agreements)}")
-        made = tuple(_made(Agreement, _known_fields(Agreement, entry)) for entry in agreements)
+        made = tuple(_agreement(entry) for entry in agreements)
         return _made(cls, {**found, "agreements": made})
+
+
+def _check_closeness(where: str, found: Agreement | OutputAgreement) -> None:
+    if found.sqnr_db is not None:
+        fields.number(f"{where}'s sqnr_db", found.sqnr_db, -1000.0, 1000.0)
+    fields.number(f"{where}'s max_abs", found.max_abs, 0.0, _LARGEST)
+    if found.steps is not None:
+        fields.number(f"{where}'s steps", found.steps, 0.0, _LARGEST)
+
+
+def _as_json(agreement: Agreement) -> dict[str, Any]:
+    """Return JSON values. The most usual network has no other output, and no field for it."""
+    body = dataclasses.asdict(agreement)
+    others = list(body.pop("others"))
+    return {**body, "others": others} if others else body
+
+
+def _agreement(body: object) -> Agreement:
+    found = dict(_known_fields(Agreement, body))
+    others = found.get("others", ())
+    if not isinstance(others, list | tuple):
+        raise CardError(f"certificate: others must be a list, found {fields.shown(others)}")
+    found["others"] = tuple(_made(OutputAgreement, _known_fields(OutputAgreement, entry)) for entry in others)
+    return _made(Agreement, found)
 
 
 def _known_fields(kind: type[Any], body: object) -> Mapping[str, Any]:

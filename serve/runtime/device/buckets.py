@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..outputs import Outputs, joined
+
 #: Buckets of an execution that names none.
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -86,14 +88,14 @@ class StaticBatches:
         """Return the input of a bucket, ``(bucket, C, H, W)``. It never moves."""
         return self._buffer[:bucket]
 
-    def run(self, batch: torch.Tensor, compute: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Return the logits ``(N, classes)`` of a batch ``(N, C, H, W)``, N >= 1.
+    def run(self, batch: torch.Tensor, compute: Callable[[int], Outputs]) -> Outputs:
+        """Return the outputs for a batch ``(N, C, H, W)``, N >= 1.
 
         Args:
             batch: of the buffer's dtype and shape, on any device.
-            compute: reads a bucket's input and returns its logits ``(bucket, classes)``. The next call may overwrite
-                them. Rows must not depend on each other, because the padding is old content of the buffer. Rows of a
-                network in eval mode do not.
+            compute: reads a bucket's input and returns the outputs for it. The next call may overwrite them. Rows must
+                not depend on each other, because the padding is old content of the buffer. Rows of a network in eval
+                mode do not.
         """
         if batch.shape[1:] != self._buffer.shape[1:] or batch.dtype != self._buffer.dtype:
             # copy_ would broadcast and convert silently.
@@ -105,5 +107,5 @@ class StaticBatches:
         with torch.no_grad():
             for piece in pieces(len(batch), self.buckets):
                 self._buffer[: piece.rows].copy_(batch[piece.start : piece.stop])
-                answers.append(compute(piece.bucket)[: piece.rows].clone())
-            return answers[0] if len(answers) == 1 else torch.cat(answers)
+                answers.append(tuple(output[: piece.rows].clone() for output in compute(piece.bucket)))
+            return joined(answers)

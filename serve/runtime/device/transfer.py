@@ -1,4 +1,4 @@
-"""Copies images to the network's device and logits back, through pinned memory for a GPU.
+"""Copies images to the network's device and outputs back, through pinned memory for a GPU.
 
 From pageable memory CUDA copies through its own buffer, and the caller waits, whatever ``non_blocking`` says ("CUDA C++
 Best Practices Guide", pinned memory). From pinned memory it copies alone, and the host can gather the next images
@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from ..outputs import Outputs
 
 # Images of a slot: 2.4 MB at 224x224 pixels, some 50 µs on PCIe 5. A launch costs little in comparison.
 _SLOT_IMAGES = 16
@@ -42,8 +44,8 @@ class Transfer(Protocol):
         """
         ...
 
-    def receive(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return device logits ``(N, classes)`` as ``float32`` on the host. It waits for them."""
+    def receive(self, outputs: Outputs) -> Outputs:
+        """Return outputs from the device on the host, floats as ``float32``. It waits for them."""
         ...
 
 
@@ -64,9 +66,9 @@ class Plain:
         together = len({image.device for image in images}) == 1
         return torch.stack([*images] if together else [image.to(self._device) for image in images]).to(self._device)
 
-    def receive(self, logits: torch.Tensor) -> torch.Tensor:
+    def receive(self, outputs: Outputs) -> Outputs:
         """See `Transfer`."""
-        return logits.float().cpu()
+        return tuple(_single(output).cpu() for output in outputs)
 
 
 class Ring:
@@ -77,7 +79,7 @@ class Ring:
     Args:
         device: where the engine runs.
         shape: ``(C, H, W)`` of an image, ``uint8``.
-        allocate: creates the slots, and the memory for logits.
+        allocate: creates the slots, and the memory for outputs.
         event: creates a mark in the engine's stream.
         slots: number of slots.
         rows: images of a slot.
@@ -122,13 +124,15 @@ class Ring:
             start = stop
         return batch
 
-    def receive(self, logits: torch.Tensor) -> torch.Tensor:
+    def receive(self, outputs: Outputs) -> Outputs:
         """See `Transfer`. The caller owns the memory: it is not a slot."""
-        host = self._allocate(logits.shape, torch.float32)
-        host.copy_(logits.float(), non_blocking=True)
+        singles = [_single(output) for output in outputs]
+        hosts = tuple(self._allocate(output.shape, output.dtype) for output in singles)
+        for host, output in zip(hosts, singles, strict=True):
+            host.copy_(output, non_blocking=True)
         self._received.record()
         self._received.synchronize()
-        return host
+        return hosts
 
     def _copy(self, images: torch.Tensor | Sequence[torch.Tensor], rows: torch.Tensor) -> None:
         """Copy images from the host into rows of a batch, through the next slot."""
@@ -147,6 +151,10 @@ class Ring:
             rows.copy_(filled, non_blocking=True)
         finally:
             read.record()
+
+
+def _single(output: torch.Tensor) -> torch.Tensor:
+    return output.float() if output.is_floating_point() else output
 
 
 def _on_host(image: torch.Tensor) -> bool:

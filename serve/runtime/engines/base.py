@@ -20,21 +20,22 @@ from ..card.execution import Execution, Option
 from ..device.buckets import StaticBatches
 from ..device.cpu_integers import ANY_X86, VNNI_X86, saturates
 from ..errors import EngineError, UserError, did_you_mean, one_line
+from ..outputs import Outputs
 from ..registry import Registry
 
 
 class Engine(Protocol):
     """An opened model file. `EngineType` says whether only the thread that opened it may call it.
 
-    ``run`` maps the network's input, ``(N, C, H, W)`` of the card's input dtype on ``device``, to logits ``(N,
-    classes)``. ``provider`` names what really runs it.
+    ``run`` maps the network's input, ``(N, C, H, W)`` of the card's input dtype on ``device``, to its outputs, in the
+    order of the card's ``outputs``. ``provider`` names what really runs it.
     """
 
     device: torch.device
     provider: str
 
-    def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(N, classes)`` of a batch."""
+    def run(self, batch: torch.Tensor) -> Outputs:
+        """Return the outputs for a batch."""
         ...
 
 
@@ -296,6 +297,6 @@ class _Bucketed:
         batches = StaticBatches(buckets, card.preprocessing.shape, dtype, engine.device)
         self._batches, self._compute = batches, lambda bucket: engine.run(batches.input(bucket))
 
-    def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(N, classes)`` of a batch."""
+    def run(self, batch: torch.Tensor) -> Outputs:
+        """Return the outputs for a batch."""
         return self._batches.run(batch, self._compute)

@@ -11,6 +11,7 @@ from ..card.card import Card
 from ..card.execution import Execution
 from ..device.cpu_integers import ANY_X86, TENSORRT, VNNI_X86
 from ..model_files.program_file import program_on
+from ..outputs import Outputs, as_outputs
 from .base import Engine, EngineType, register
 
 
@@ -25,10 +26,9 @@ class ExportedProgramEngine:
             importlib.import_module("torch.ao.quantization.fx._decomposed")
         self.module = program_on(folder / card.file, self.device).module()
 
-    def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(N, classes)`` of a batch."""
-        logits: torch.Tensor = self.module(batch)
-        return logits
+    def run(self, batch: torch.Tensor) -> Outputs:
+        """Return the outputs for a batch."""
+        return as_outputs(self.module(batch))
 
 
 def _open(folder: Path, card: Card, execution: Execution) -> Engine:

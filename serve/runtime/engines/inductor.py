@@ -23,12 +23,13 @@ from ..errors import EngineError
 from ..model_files.compile_cache import cache_folder, device_key, kept
 from ..model_files.isolated_run import run_isolated
 from ..model_files.program_file import program_on
+from ..outputs import Outputs, as_outputs
 from .base import Engine, EngineOption, EngineType, register
 
 _FILE = "model.pt2"
 _CHECKED_BATCHES = (1, 2, 3)
 
-#: Largest difference between the compiled network and its program, relative to the largest logit.
+#: Largest difference between the compiled network and its program, relative to an output's largest number.
 _TOLERANCE = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.1}
 #: The same for programs with integers. A step of 8 bits is 0.004 of the largest value, and ties move several steps.
 _INTEGER_TOLERANCE = 0.1
@@ -61,11 +62,11 @@ class InductorEngine:
             if execution.buckets:
                 self._batches = StaticBatches(execution.buckets, self._shape, self._dtype, self.device)
             if graphs and self._batches is not None:
-                self._graphs = CudaGraphs(lambda x: self._packages[len(x)](x), self._batches, self.device, card.name)
+                self._graphs = CudaGraphs(lambda x: self._compute(len(x), x), self._batches, self.device, card.name)
                 self.provider += "/cudagraph"
 
-    def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(N, classes)`` of a batch."""
+    def run(self, batch: torch.Tensor) -> Outputs:
+        """Return the outputs for a batch."""
         if self._graphs is not None:
             return self._graphs.run(batch)
         with on_device(self.device):
@@ -77,9 +78,8 @@ class InductorEngine:
                 raise ValueError(f"inputs must be {self._shape} of {self._dtype}, got {batch.shape[1:]}, {batch.dtype}")
             return self._compute(0, batch.contiguous())
 
-    def _compute(self, bucket: int, inputs: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._packages[bucket](inputs)
-        return logits
+    def _compute(self, bucket: int, inputs: torch.Tensor) -> Outputs:
+        return as_outputs(self._packages[bucket](inputs))
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -137,7 +137,7 @@ def compile_program(
             difference grows.
 
     Raises:
-        EngineError: the compiled network gives other logits.
+        EngineError: the compiled network gives other outputs.
     """
     from torch._inductor import aoti_compile_and_package
 
@@ -155,12 +155,13 @@ def compile_program(
             answers = run_isolated(package, _index(example.device), batches, name)
         else:
             compiled = _loaded(package, example.device)
-            answers = [compiled(batch) for batch in batches]
+            answers = [as_outputs(compiled(batch)) for batch in batches]
         tolerance = _INTEGER_TOLERANCE if rounds else _TOLERANCE.get(example.dtype, 0.1)
-        for batch, logits in zip(batches, answers, strict=True):
-            if not agree(logits, module(batch.to(example.device)).cpu(), tolerance):
+        for batch, answer in zip(batches, answers, strict=True):
+            wanted = tuple(output.cpu() for output in as_outputs(module(batch.to(example.device))))
+            if not agree(answer, wanted, tolerance):
                 raise EngineError(
-                    f"{name}: the code that AOTInductor of torch {torch.__version__} compiled gives other logits "
+                    f"{name}: the code that AOTInductor of torch {torch.__version__} compiled gives other outputs "
                     f"than the program itself at batch {len(batch)}"
                 )
 

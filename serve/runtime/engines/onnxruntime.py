@@ -11,6 +11,7 @@ from ..card.execution import Execution
 from ..errors import EngineError
 from ..model_files.onnx_file import TINY_GRAPH, check_graph
 from ..model_files.onnx_session import CPU_PROVIDER, cpu_session, run_tiny
+from ..outputs import Outputs
 from .base import Engine, EngineOption, EngineType, register
 
 
@@ -33,12 +34,10 @@ class OnnxRuntimeEngine:
             raise EngineError(f"{card.name}: ONNX Runtime runs this model on {active}, not on {CPU_PROVIDER}")
         self.provider = f"onnxruntime/{active}"
         self._input = self._session.get_inputs()[0].name
-        self._output = self._session.get_outputs()[0].name
 
-    def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(N, classes)`` of a batch."""
-        (logits,) = self._session.run([self._output], {self._input: batch.numpy()})
-        return torch.from_numpy(logits)
+    def run(self, batch: torch.Tensor) -> Outputs:
+        """Return the outputs for a batch."""
+        return tuple(torch.from_numpy(output) for output in self._session.run(None, {self._input: batch.numpy()}))
 
 
 def _open(folder: Path, card: Card, execution: Execution) -> Engine:

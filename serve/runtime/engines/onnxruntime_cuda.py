@@ -10,6 +10,7 @@ from ..card.card import Card
 from ..card.execution import Execution
 from ..model_files.onnx_file import TINY_GRAPH, check_graph
 from ..model_files.onnx_session import GpuBinding, gpu_session, run_tiny
+from ..outputs import Outputs
 from .base import Engine, EngineOption, EngineType, register
 
 _PROVIDER = "CUDAExecutionProvider"
@@ -29,11 +30,11 @@ class OnnxRuntimeCudaEngine:
             "prefer_nhwc": int(settings["channels_last"]),
             "use_tf32": int(settings["tf32"]),
         }
-        self._bound = GpuBinding(gpu_session(str(path), _PROVIDER, options), self.device, len(card.classes))
+        self._bound = GpuBinding(gpu_session(str(path), _PROVIDER, options), self.device)
         self.provider = f"onnxruntime/{_PROVIDER}"
 
-    def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(N, classes)`` of a batch."""
+    def run(self, batch: torch.Tensor) -> Outputs:
+        """Return the outputs for a batch."""
         return self._bound.run(batch)
 
 

@@ -23,6 +23,7 @@ from ..errors import EngineError
 from ..model_files.compile_cache import cache_folder, device_key
 from ..model_files.onnx_file import TINY_GRAPH, check_graph
 from ..model_files.onnx_session import LITERAL_QDQ, GpuBinding, gpu_session, run_tiny, runtime
+from ..outputs import Outputs, joined
 from .base import Engine, EngineOption, EngineType, register
 
 _PROVIDER = "TensorrtExecutionProvider"
@@ -65,14 +66,14 @@ class OnnxRuntimeTensorRtEngine:
             "trt_timing_cache_path": str(timings),
         }
         session = gpu_session(str(path), _PROVIDER, options, whole=True, entries=_ENTRIES)
-        self._bound = GpuBinding(session, self.device, len(card.classes))
+        self._bound = GpuBinding(session, self.device)
 
-    def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(N, classes)`` of a batch."""
+    def run(self, batch: torch.Tensor) -> Outputs:
+        """Return the outputs for a batch."""
         if len(batch) <= self._largest:
             return self._bound.run(batch)
         parts = [batch[piece.start : piece.stop] for piece in pieces(len(batch), (self._largest,))]
-        return torch.cat([self._bound.run(part) for part in parts])
+        return joined(self._bound.run(part) for part in parts)
 
 
 def _largest(execution: Execution) -> int:

@@ -13,6 +13,7 @@ from ..card.execution import Execution
 from ..errors import EngineError
 from ..model_files.onnx_file import TINY_GRAPH, check_graph
 from ..model_files.telemetry import import_openvino
+from ..outputs import Outputs
 from .base import Engine, EngineOption, EngineType, register
 
 #: Ending of the weights of a graph in OpenVINO's own format (``.xml``).
@@ -43,10 +44,10 @@ class OpenVinoEngine:
             self.provider += f"/{precision}"
         self.request = compiled.create_infer_request()
 
-    def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(N, classes)`` of a batch."""
+    def run(self, batch: torch.Tensor) -> Outputs:
+        """Return the outputs for a batch."""
         answers = self.request.infer({0: batch.contiguous().numpy()}, share_inputs=True)
-        return torch.from_numpy(answers[0])
+        return tuple(torch.from_numpy(answers[number]) for number in range(len(answers)))
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from ..card.execution import Execution
 from ..device.buckets import DEFAULT_BUCKETS, StaticBatches
 from ..device.cuda_graphs import CudaGraphs
 from ..model_files.program_file import program_on
+from ..outputs import Outputs
 from .base import Engine, EngineOption, EngineType, register
 
 
@@ -41,8 +42,8 @@ class TorchCudaGraphEngine:
             self._graphs = CudaGraphs(module, batches, self.device, card.name)
         self.provider = f"cudagraph/{str(memory_format).removeprefix('torch.')}"
 
-    def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(N, classes)`` of a batch."""
+    def run(self, batch: torch.Tensor) -> Outputs:
+        """Return the outputs for a batch."""
         return self._graphs.run(batch)
 
 
@@ -77,7 +78,7 @@ def _probe(device: torch.device) -> torch.Tensor:
     batches = StaticBatches((1, 2), (3, 8, 8), torch.float32, device, torch.channels_last)
     graphs = CudaGraphs(lambda batch: convolution(batch).flatten(1), batches, device, "a convolution")
     batch = torch.randn(3, 3, 8, 8, device=device)
-    logits = graphs.run(batch)
+    (logits,) = graphs.run(batch)
     torch.testing.assert_close(logits, convolution(batch).flatten(1), rtol=0.01, atol=0.01)
     return logits
 

@@ -11,6 +11,7 @@ from ..card.execution import Execution
 from ..device.cpu_integers import has_vnni
 from ..errors import EngineError
 from ..model_files.script_file import load_script
+from ..outputs import Outputs, as_outputs
 from .base import Engine, EngineType, register
 
 
@@ -24,10 +25,9 @@ class TorchScriptEngine:
         self.provider = f"torchscript/{self.device.type}"
         self._module = load_script(folder / card.file, self.device)
 
-    def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(N, classes)`` of a batch."""
-        logits: torch.Tensor = self._module(batch)
-        return logits
+    def run(self, batch: torch.Tensor) -> Outputs:
+        """Return the outputs for a batch."""
+        return as_outputs(self._module(batch))
 
 
 def use_int8_kernels() -> None:

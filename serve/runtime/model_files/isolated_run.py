@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from ..errors import EngineError
+from ..outputs import Outputs
 
 _TIMEOUT_S = 600
 
@@ -31,12 +32,14 @@ package, index, asked, answered = sys.argv[1:]
 device = torch.device("cuda", int(index)) if int(index) >= 0 else torch.device("cpu")
 with torch.no_grad():
     network = aoti_load_package(package, run_single_threaded=True, device_index=int(index))
-    torch.save([network(batch.to(device)).cpu() for batch in torch.load(asked)], answered)
+    answers = (network(batch.to(device)) for batch in torch.load(asked))
+    answers = ((answer,) if isinstance(answer, torch.Tensor) else answer for answer in answers)
+    torch.save([tuple(output.cpu() for output in answer) for answer in answers], answered)
 """
 
 
-def run_isolated(package: Path, index: int, batches: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-    """Run a compiled network on batches in another process. Return the logits ``(N, classes)`` on the host.
+def run_isolated(package: Path, index: int, batches: Sequence[torch.Tensor], name: str) -> list[Outputs]:
+    """Run a compiled network on batches in another process. Return the outputs for each, on the host.
 
     Args:
         package: file written by AOTInductor.
@@ -62,7 +65,7 @@ def run_isolated(package: Path, index: int, batches: Sequence[torch.Tensor], nam
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             raise EngineError(f"{compiled} cannot be run: {lines[-1][:200]}")
-        answers: list[torch.Tensor] = torch.load(answered)
+        answers: list[Outputs] = torch.load(answered)
         return answers
 
 

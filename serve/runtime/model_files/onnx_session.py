@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import EngineError, one_line
+from ..outputs import Outputs
 from .telemetry import import_onnxruntime
 
 CPU_PROVIDER = "CPUExecutionProvider"
@@ -42,6 +43,7 @@ _SHAPE_OPERATORS = frozenset(
     | {"Constant", "ConstantOfShape", "Equal", "Where", "Expand", "ReduceProd", "Identity"}
 )
 _NUMPY = {torch.float32: np.float32, torch.float16: np.float16, torch.uint8: np.uint8}
+_TORCH = {"tensor(float)": torch.float32, "tensor(float16)": torch.float16, "tensor(uint8)": torch.uint8}
 
 
 def runtime() -> Any:
@@ -198,33 +200,48 @@ def run_tiny(session: Any) -> object:
     return answer
 
 
+def _kind_of(output: Any) -> tuple[list[int], torch.dtype]:
+    """Return the shape for one image and the dtype of a session's output."""
+    shape = output.shape[1:]
+    if output.type not in _TORCH or not all(type(side) is int for side in shape):
+        raise EngineError(
+            f"the output {output.name} is {output.type} of {output.shape}; on a GPU it must be one of "
+            f"{', '.join(_TORCH)}, with only the batch dynamic"
+        )
+    return shape, _TORCH[output.type]
+
+
 class GpuBinding:
     """A session on CUDA that reads and writes torch's memory. Use it in one thread.
 
     Args:
         session: a session on a provider of the device.
         device: a CUDA device.
-        classes: number of logits for one image.
+
+    Raises:
+        EngineError: an output has another type, or a dynamic dimension behind the batch.
     """
 
-    def __init__(self, session: Any, device: torch.device, classes: int) -> None:
+    def __init__(self, session: Any, device: torch.device) -> None:
         self._session = session
         self._device = device
-        self._classes = classes
         self.input = session.get_inputs()[0].name
-        self._output = session.get_outputs()[0].name
-        self._dtype = torch.float16 if session.get_outputs()[0].type == "tensor(float16)" else torch.float32
+        # The name, the shape for one image and the dtype. Only the batch of a graph is dynamic.
+        self._outputs = [(output.name, *_kind_of(output)) for output in session.get_outputs()]
 
-    def run(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the device logits ``(N, classes)`` of a device batch ``(N, C, H, W)``."""
+    def run(self, batch: torch.Tensor) -> Outputs:
+        """Return the outputs for a batch ``(N, C, H, W)``, both on the device."""
         batch = batch.contiguous()
-        logits = torch.empty((len(batch), self._classes), dtype=self._dtype, device=self._device)
+        outputs = tuple(
+            torch.empty((len(batch), *shape), dtype=dtype, device=self._device) for _, shape, dtype in self._outputs
+        )
         binding = self._session.io_binding()
         index = self._device.index or 0
         binding.bind_input(self.input, "cuda", index, _NUMPY[batch.dtype], tuple(batch.shape), batch.data_ptr())
-        binding.bind_output(self._output, "cuda", index, _NUMPY[logits.dtype], tuple(logits.shape), logits.data_ptr())
+        for (name, _, dtype), output in zip(self._outputs, outputs, strict=True):
+            binding.bind_output(name, "cuda", index, _NUMPY[dtype], tuple(output.shape), output.data_ptr())
         # ONNX Runtime has its own stream. torch's writes must be complete before it reads, because TensorRT's provider
         # reads too early otherwise (onnxruntime 32673). At the end of a run it waits for its own work.
         torch.cuda.current_stream(self._device).synchronize()
         self._session.run_with_iobinding(binding)
-        return logits
+        return outputs

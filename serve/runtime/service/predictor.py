@@ -22,8 +22,9 @@ from ..device.device_turns import turn_at
 from ..device.transfer import Plain, Transfer, open_transfer
 from ..display import Described
 from ..engines.base import Engine, execution_id, find_engine, open_engine, preferred
-from ..errors import BrokenError, Refusal, one_line
+from ..errors import BrokenError, EngineError, Refusal, one_line
 from ..images.image_preprocessing import normalise
+from ..outputs import Outputs
 from .image_loading import NO_MEMORY, load_within
 
 _LOG = logging.getLogger(__name__)
@@ -60,8 +61,8 @@ def infer(
     preprocessing: Preprocessing,
     dtype: torch.dtype,
     transfer: Transfer | None = None,
-) -> torch.Tensor:
-    """Run ``uint8`` images, ``(N, C, H, W)`` or N of ``(C, H, W)``, to ``float32`` logits ``(N, classes)`` on the host.
+) -> Outputs:
+    """Run ``uint8`` images, ``(N, C, H, W)`` or N of ``(C, H, W)``, to outputs on the host, floats as ``float32``.
 
     This is the cost of a request after decoding: copy to the device, normalise, run, copy back. It does not normalise
     if ``dtype`` is ``uint8``: the graph does then. ``transfer`` does the copies. None: torch does.
@@ -70,7 +71,10 @@ def infer(
     with torch.inference_mode():
         batch = transfer.send(images)
         inputs = batch if dtype == torch.uint8 else normalise(batch, preprocessing, engine.device, dtype)
-        return transfer.receive(engine.run(inputs))
+        outputs = engine.run(inputs)
+        if not isinstance(outputs, tuple):  # rows of a single tensor would pass for outputs
+            raise EngineError(f"{engine.provider} must return a tuple of outputs, it returned {type(outputs).__name__}")
+        return transfer.receive(outputs)
 
 
 def probabilities_of(logits: torch.Tensor, kind: Probabilities) -> torch.Tensor:
@@ -141,14 +145,27 @@ class Predictor(Described):
         """Whether different threads may run it, one at a time. If not, only the thread that opened it may."""
         return self.device.type == "cpu" and find_engine(self.execution.engine).any_thread
 
-    def logits(self, images: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return ``float32`` logits ``(N, classes)`` on the host.
+    def outputs(self, images: torch.Tensor | Sequence[torch.Tensor]) -> Outputs:
+        """Return the outputs that the card names, on the host, floats as ``float32``.
 
         Args:
             images: ``uint8``, ``(N, C, H, W)`` or N of ``(C, H, W)``, on the host or the engine's device. N >= 1.
+
+        Raises:
+            EngineError: the engine returns another number of outputs.
         """
         with self._turn:
-            return infer(self.engine, images, self.card.preprocessing, self._dtype, self._transfer)
+            found = infer(self.engine, images, self.card.preprocessing, self._dtype, self._transfer)
+        if len(found) != len(self.card.outputs):
+            raise EngineError(
+                f"{self.card.name}: {self.execution_name} returns {len(found)} outputs, and the card names "
+                f"{', '.join(self.card.outputs)}"
+            )
+        return found
+
+    def logits(self, images: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the first output: ``float32`` logits ``(N, classes)``. For the argument see `outputs`."""
+        return self.outputs(images)[0]
 
     def probabilities(self, batch: torch.Tensor) -> torch.Tensor:
         """Return probabilities in [0, 1], of the kind in the card. For the arguments see `logits`."""
@@ -290,6 +307,7 @@ class Predictor(Described):
             "decoder": CPU if self.decoder is None else self.decoder.name,
             "max_batch": self.max_batch,
             "input": {"shape": list(card.preprocessing.shape), "dtype": card.input_dtype},
+            "outputs": list(card.outputs),
             "classes": len(card.classes),
             "probabilities": card.probabilities,
             "content": card.content,

@@ -256,7 +256,7 @@ def test_exact_arithmetic_is_that_of_integers(net: Made) -> None:
 
 
 def test_the_step_is_the_scale_of_the_answers_quantizer(net: Made) -> None:
-    assert ReferenceLayers(load_program(net.reference)).step == quantizers(net.packed)[-1][0]
+    assert ReferenceLayers(load_program(net.reference)).steps == (quantizers(net.packed)[-1][0],)
 
 
 class Wide(nn.Module):

@@ -166,9 +166,9 @@ def test_accuracy_refuses_unreadable_images_or_leaves_them_out_and_counts_them(t
     context = Context(spoilt, GREY16, CPU)
     predictor = Predictor(trained.folder)
     with pytest.raises(UserError, match=r"2 of \d+ images cannot be read: .*bad3.*bad100.*--skip-unreadable"):
-        answer(predictor.logits, context, 32)
-    found = answer(predictor.logits, dataclasses.replace(context, skip_unreadable=True), 32)
-    whole = answer(predictor.logits, Context(data, GREY16, CPU), 32)
+        answer(predictor.outputs, context, 32)
+    found = answer(predictor.outputs, dataclasses.replace(context, skip_unreadable=True), 32)
+    whole = answer(predictor.outputs, Context(data, GREY16, CPU), 32)
     others = [row for row in range(len(sources)) if row not in rows]
     assert found.predicted.tolist() == whole.predicted[others].tolist()
     assert found.first.tolist() == whole.first[others].tolist()
@@ -211,13 +211,13 @@ def test_evaluation_images_above_memory_are_decoded_once_for_all_artifacts(
     tmp_path, monkeypatch, decodings, made, digits_context
 ):
     artifacts = (made("fuse"), made("fuse", "onnx"))
-    from_memory = [answer(Predictor(artifact.folder).logits, digits_context, 32) for artifact in artifacts]
+    from_memory = [answer(Predictor(artifact.folder).outputs, digits_context, 32) for artifact in artifacts]
     monkeypatch.setattr(pixels, "MEMORY_LIMIT", 0)
     data = digits_context.data
     fresh = dataclasses.replace(data, val=Split(data.val.sources, data.val.labels))
     context = Context(fresh, GREY16, CPU, scratch=tmp_path)
     decodings.clear()
-    from_disk = [answer(Predictor(artifact.folder).logits, context, 32) for artifact in artifacts]
+    from_disk = [answer(Predictor(artifact.folder).outputs, context, 32) for artifact in artifacts]
     assert len(decodings) == len(data.val)
     for one, two in zip(from_memory, from_disk, strict=True):
         assert torch.equal(one.logits, two.logits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from optimize.measure.accuracy import (
     parity,
     save_answers,
 )
+from serve.runtime.outputs import Outputs
 from tests.optimize.workbench import CPU, GREY16, image_data, noise
 
 
@@ -26,10 +29,10 @@ class Scripted:
     def __init__(self, scores: np.ndarray) -> None:
         self.scores, self.seen = torch.from_numpy(scores).float(), 0
 
-    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
+    def __call__(self, batch: torch.Tensor) -> Outputs:
         rows = self.scores[self.seen : self.seen + len(batch)]
         self.seen += len(batch)
-        return rows
+        return (rows,)
 
 
 def answers_of(scores: np.ndarray, classes: int, max_batch: int = 7) -> tuple[Answers, np.ndarray]:
@@ -89,8 +92,12 @@ def test_answers_that_are_no_numbers_are_refused(bad: float) -> None:
 
 def test_what_is_saved_is_loaded(tmp_path) -> None:
     found, _ = answers_of(np.random.default_rng(5).normal(size=(12, 4)), 4)
+    found = dataclasses.replace(found, others=(torch.rand(12, 3, 4), torch.rand(12, 2)))
     save_answers(found, tmp_path)
-    for name, tensor in vars(load_answers(tmp_path)).items():
+    loaded = vars(load_answers(tmp_path))
+    for one, other in zip(loaded.pop("others"), found.others, strict=True):
+        assert torch.equal(one, other)
+    for name, tensor in loaded.items():
         assert torch.equal(tensor, getattr(found, name))
 
 

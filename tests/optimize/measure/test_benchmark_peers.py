@@ -41,7 +41,7 @@ def test_what_a_peer_makes_is_smaller_and_answers_as_the_float_graph(name, engin
     with torch.no_grad():
         wanted = trained.module()(batch)
         for execution in executions:
-            found = open_engine(artifact.folder, artifact.card, execution).run(batch)
+            (found,) = open_engine(artifact.folder, artifact.card, execution).run(batch)
             assert (found.argmax(1) == wanted.argmax(1)).float().mean() >= 0.9, execution.engine
 
 

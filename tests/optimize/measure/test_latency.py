@@ -16,6 +16,7 @@ from optimize.measure.figures import Timed
 from optimize.measure.latency import Speed, Turn, clock_of, compare, falls_behind, measure_speed, take_turn
 from optimize.measure.timing import Timing
 from serve.runtime.errors import PipelineError, UserError
+from serve.runtime.outputs import Outputs
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,10 +36,10 @@ class Machine:
     def call(self, name: str, milliseconds):
         counter = iter(range(10**9))
 
-        def run(images: torch.Tensor) -> torch.Tensor:
+        def run(images: torch.Tensor) -> Outputs:
             self.log.append((name, len(images)))
             self.now += milliseconds(next(counter), len(images)) / 1e3
-            return images
+            return (images,)
 
         return run
 

@@ -185,11 +185,11 @@ def test_a_process_answers_as_the_runtime_does_here(folders: dict[str, Path]) ->
         for execution in executions_for(load_card(folder)):
             with worker() as started:
                 provider, load_ms = started.open(folder, execution, 8)
-                found = started.logits(images)
+                found = started.outputs(images)
             own = Predictor(folder, execution)
             assert provider == own.engine.provider
             assert load_ms > 0
-            torch.testing.assert_close(found, own.logits(images), msg=f"{kind} by {execution.engine}")
+            torch.testing.assert_close(found, own.outputs(images), msg=f"{kind} by {execution.engine}")
 
 
 def test_memory_is_what_opening_and_running_took(folders: dict[str, Path], child: Worker) -> None:
@@ -263,7 +263,7 @@ def test_an_eager_module_of_the_users_own_code_travels(tmp_path: Path, monkeypat
         wanted = module(((images / 255) - 0.5) / 0.25)
     with worker() as started:
         assert started.reference("eager channels-last", "cpu", body) == "eager/cpu"
-        torch.testing.assert_close(started.logits(images), wanted)
+        torch.testing.assert_close(started.outputs(images), (wanted,))
 
 
 @pytest.mark.slow
@@ -273,7 +273,7 @@ def test_a_compiled_reference_answers_as_the_eager_one(child: Worker) -> None:
     assert child.reference("torch.compile", "cpu", pickled(lambda: module, GREY8)) == "inductor/cpu"
     with torch.no_grad():
         wanted = module(((images / 255) - 0.5) / 0.25)
-    torch.testing.assert_close(child.logits(images), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(child.outputs(images), (wanted,), rtol=1e-4, atol=1e-4)
 
 
 class Doubled(nn.Module):
@@ -308,9 +308,9 @@ def test_the_compiled_reference_has_code_for_each_batch_size_with_the_weights_in
     assert compiled["unique_graphs"] - before == 3  # with a dynamic size the third would run the second's
     with torch.no_grad():
         module.weight.zero_()  # of which the code has none any more
-    for size, before_it in zip((2, 3, 4), logits, strict=True):
+    for size, (before_it,) in zip((2, 3, 4), logits, strict=True):
         assert before_it.abs().max() > 0.1
-        torch.testing.assert_close(call(images.repeat(size, 1, 1, 1)), before_it)
+        torch.testing.assert_close(call(images.repeat(size, 1, 1, 1)), (before_it,))
 
 
 @pytest.mark.parametrize("switch", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
@@ -335,10 +335,10 @@ def test_a_death_is_one_processes_own_and_says_why(folders: dict[str, Path]) -> 
             started.open(folders["onnx"], Execution("onnxruntime"), 8)
         os.kill(one.pid, signal.SIGSEGV)
         with pytest.raises(PipelineError, match="its process was ended by SIGSEGV"):
-            one.logits(pictures(folders["onnx"]))
+            one.outputs(pictures(folders["onnx"]))
         with pytest.raises(PipelineError, match="its process has ended"):
             one.memory()
-        assert other.logits(pictures(folders["onnx"])).shape[0] == 4
+        assert other.outputs(pictures(folders["onnx"]))[0].shape[0] == 4
 
 
 def test_one_that_hangs_is_ended(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

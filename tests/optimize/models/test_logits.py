@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import optimize as opt
-from optimize.models.logits import ending_of, giving_logits, materialised, with_one_tensor
+from optimize.models.logits import ending_of, giving_logits, materialised, with_outputs
 from optimize.models.pickling import pickled_by_value
 from optimize.tracing.trace import trace
 from optimize.training.objective import label_loss, soft_loss
@@ -159,7 +159,7 @@ ONE_TENSOR = {
 
 @pytest.mark.parametrize("end", ONE_TENSOR.values(), ids=ONE_TENSOR.keys())
 def test_the_logits_are_taken_out_of_what_holds_them(end):
-    changed = with_one_tensor(net(end), SHAPE)
+    changed = with_outputs(net(end), SHAPE)
     with torch.no_grad():
         assert torch.equal(changed(IMAGES), reference())
         assert torch.allclose(trace(changed, IMAGES)(IMAGES), reference(), atol=1e-6)
@@ -180,23 +180,65 @@ def test_a_forward_that_was_put_into_a_module_is_the_one_that_counts(bound):
 
 
 def test_a_softmax_within_a_dict_is_found_behind_it():
-    network = with_one_tensor(net(lambda self, y: {"scores": y.softmax(1)}), SHAPE)
+    network = with_outputs(net(lambda self, y: {"scores": y.softmax(1)}), SHAPE)
     assert ending_of(network, IMAGES) == "softmax"
     with torch.no_grad():
         assert torch.equal(giving_logits(network, "softmax")(IMAGES), reference())
 
 
 def test_a_graph_module_is_changed_likewise():
-    network = with_one_tensor(trace(net(lambda self, y: {"logits": y.softmax(1)}), IMAGES), SHAPE)
+    network = with_outputs(trace(net(lambda self, y: {"logits": y.softmax(1)}), IMAGES), SHAPE)
     changed = giving_logits(network, ending_of(network, IMAGES))
     with torch.no_grad():
         assert torch.allclose(changed(IMAGES), reference(), atol=1e-6)
 
 
 def test_several_tensors_are_refused_with_their_shapes():
-    with pytest.raises(UserError, match=r"\['boxes'\] \(2, 4\), \['scores'\] \(2,\).*call them 'logits'") as caught:
-        with_one_tensor(net(lambda self, y: {"boxes": y, "scores": y[:, 0]}), SHAPE)
+    with pytest.raises(UserError, match=r"boxes \(2, 4\), scores \(2,\).*call them 'logits'") as caught:
+        with_outputs(net(lambda self, y: {"boxes": y, "scores": y[:, 0]}), SHAPE)
     assert "\n" not in str(caught.value)
+
+
+OUTPUTS = {
+    "dict": (lambda self, y: {"mask": 2 * y, "class": y}, ("class", "mask")),
+    "nested": (lambda self, y: ({"out": y}, [None, 2 * y]), ("0.out", "1.1")),
+    "named tuple": (lambda self, y: Record(y, 2 * y), ("logits", "hidden")),
+}
+
+
+@pytest.mark.parametrize(("end", "names"), OUTPUTS.values(), ids=OUTPUTS.keys())
+def test_named_outputs_are_kept_in_the_order_of_their_names(end, names):
+    changed = with_outputs(net(end), SHAPE, names)
+    for answered in (changed(IMAGES), trace(changed, IMAGES)(IMAGES)):
+        assert isinstance(answered, tuple)
+        assert len(answered) == 2
+        assert torch.allclose(answered[0], reference(), atol=1e-6)
+        assert torch.allclose(answered[1], 2 * reference(), atol=1e-6)
+
+
+def test_the_name_of_a_single_tensor_is_logits():
+    assert torch.equal(with_outputs(net(lambda self, y: y), SHAPE, ("logits",))(IMAGES), reference())
+
+
+def test_one_named_output_is_a_tensor():
+    changed = with_outputs(net(lambda self, y: {"mask": 2 * y, "class": y}), SHAPE, ("class",))
+    assert torch.equal(changed(IMAGES), reference())
+
+
+def test_an_output_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(UserError, match=r"outputs: the model returns no 'box'; it returns boxes \(2, 4\)$"):
+        with_outputs(net(lambda self, y: {"boxes": y}), SHAPE, ("box",))
+
+
+@pytest.mark.parametrize(("ending", "activation"), [("softmax", lambda y: y.softmax(1)), ("sigmoid", torch.sigmoid)])
+def test_the_ending_of_the_first_output_is_found_and_the_others_stay(ending, activation):
+    changed = with_outputs(net(lambda self, y: (2 * y, activation(y))), SHAPE, ("1", "0"))
+    assert ending_of(changed, IMAGES) == ending
+    network = giving_logits(changed, ending)
+    for each in (network, trace(network, IMAGES)):
+        logits, other = each(IMAGES)
+        assert torch.allclose(logits, reference(), atol=1e-5)
+        assert torch.allclose(other, 2 * reference(), atol=1e-6)
 
 
 def test_lazy_layers_get_their_shapes_and_keep_their_mode():
@@ -286,7 +328,7 @@ def write_example(folder: Path) -> Path:
 
 
 def test_a_changed_network_travels_to_another_process(tmp_path: Path, programs: Programs):
-    network = giving_logits(with_one_tensor(net(lambda self, y: {"scores": self.last(y)}), SHAPE), "softmax")
+    network = giving_logits(with_outputs(net(lambda self, y: {"scores": self.last(y)}), SHAPE), "softmax")
     (tmp_path / "network").write_bytes(pickled_by_value(network))
     code = (
         "import pathlib, pickle, sys, torch; network = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes());"

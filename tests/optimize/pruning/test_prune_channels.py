@@ -134,7 +134,7 @@ from serve.runtime.engines.base import open_engine, preferred
 folder = Path(sys.argv[1])
 card = load_card(folder)
 engine = open_engine(folder, card, preferred(card, "cpu"))
-torch.save(engine.run(torch.load(sys.argv[2])), sys.argv[3])
+torch.save(engine.run(torch.load(sys.argv[2]))[0], sys.argv[3])
 assert not any(name.partition(".")[0] in ("optimize", "tests") for name in sys.modules)
 """
 

@@ -136,7 +136,7 @@ def test_seven_bits_open_there_and_answer_as_everywhere_whatever_comes_in(narrow
         card = narrow[name].card
         for engine in found:
             opened = open_engine(narrow[name].folder, card, Execution(engine))
-            logits[f"{engine} here"] = infer(opened, pixels, card.preprocessing, getattr(torch, card.input_dtype))
+            (logits[f"{engine} here"],) = infer(opened, pixels, card.preprocessing, getattr(torch, card.input_dtype))
     reference = logits.pop("onnxruntime here")
     assert reference.unique().numel() > 4
     step = min(float(gap) for gap in reference.unique().diff())

@@ -312,7 +312,7 @@ def test_inductor_compiles_the_program_and_gives_its_answers(torchao: None, sess
     artifact = session.apply(fused, Ptq(front_end="pt2e", images=32)).artifact
     batch = session.context.example(32)
     with torch.no_grad():
-        expected = open_engine(artifact.folder, artifact.card, Execution("exported")).run(batch)
-        found = open_engine(artifact.folder, artifact.card, Execution("inductor")).run(batch)
+        (expected,) = open_engine(artifact.folder, artifact.card, Execution("exported")).run(batch)
+        (found,) = open_engine(artifact.folder, artifact.card, Execution("inductor")).run(batch)
     assert (found.argmax(1) == expected.argmax(1)).float().mean() >= 0.96
     assert (found - expected).abs().max() <= 3 * quantizers(artifact.folder)[-1][0]

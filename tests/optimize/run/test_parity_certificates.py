@@ -131,7 +131,7 @@ def test_answers_that_were_just_taken_are_not_called_cached_by_a_second_reading(
 def test_a_graphs_certificate_says_what_torchs_kernels_ran() -> None:
     logits, labels = torch.eye(5), torch.arange(5)
     torchs, openvinos = (
-        agreement(name, answers(logits, labels), answers(logits, labels), step=None)
+        agreement(name, answers(logits, labels), answers(logits, labels), steps={"logits": None})
         for name in ("torchscript", "openvino")
     )
 
@@ -158,7 +158,7 @@ def test_an_agreement_counts_steps_of_the_answers_quantizer() -> None:
     other = reference.clone()
     other[3, 2] += 1.5
     other[7, 0] -= 1.0
-    found = agreement("any", answers(reference, labels), answers(other, labels), step=0.5)
+    found = agreement("any", answers(reference, labels), answers(other, labels), steps={"logits": 0.5})
     assert found.steps == 3.0
     assert found.max_abs == 1.5
     assert found.sqnr_db == pytest.approx(10 * math.log10(float((reference**2).sum()) / (1.5**2 + 1.0)))
@@ -168,7 +168,7 @@ def test_an_agreement_counts_steps_of_the_answers_quantizer() -> None:
 
 def test_an_agreement_without_a_quantizer_of_the_answer_has_no_steps() -> None:
     logits, labels = torch.eye(5), torch.arange(5)
-    found = agreement("any", answers(logits, labels), answers(logits, labels), step=None)
+    found = agreement("any", answers(logits, labels), answers(logits, labels), steps={"logits": None})
     assert (found.steps, found.sqnr_db, found.max_abs, found.top1_agreement) == (None, None, 0.0, 1.0)
     assert found.holds
 
@@ -176,7 +176,7 @@ def test_an_agreement_without_a_quantizer_of_the_answer_has_no_steps() -> None:
 def test_answers_of_a_kernel_that_saturates_do_not_hold() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(400, 10, generator=generator), torch.arange(400) % 10
-    found = agreement("any", answers(logits, labels), answers(logits.clamp(max=0.5), labels), step=0.02)
+    found = agreement("any", answers(logits, labels), answers(logits.clamp(max=0.5), labels), steps={"logits": 0.02})
     assert not found.holds
 
 
@@ -196,7 +196,7 @@ def test_a_packed_program_is_compared_with_its_reference(tiny_run: TinyRun, name
     assert [entry.execution for entry in found.agreements] == ["torchscript"]
     reference = tiny_run.folder / "artifacts" / name / REFERENCE_FILE
     assert found.reference == load_card(reference.parent).files[REFERENCE_FILE]
-    assert found.step == ReferenceLayers(load_program(reference)).step
+    assert found.step == ReferenceLayers(load_program(reference)).steps[0]
 
 
 def test_what_has_no_integers_of_its_own_has_none(tiny_run: TinyRun) -> None:

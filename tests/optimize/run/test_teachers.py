@@ -31,6 +31,7 @@ from serve.runtime.card.card import Card, Preprocessing
 from serve.runtime.card.execution import Execution
 from serve.runtime.errors import UserError
 from serve.runtime.images.image_preprocessing import normalise
+from serve.runtime.outputs import Outputs
 from tests.optimize.runs_fixtures import run_recipe, with_stages
 from tests.optimize.tiny_net import Tiny
 from tests.optimize.workbench import TINY_NET, noise_context
@@ -140,9 +141,9 @@ def test_a_graph_that_takes_pixels_is_given_those_that_the_images_were():
         device = torch.device("cpu")
         provider = "noting"
 
-        def run(self, batch: torch.Tensor) -> torch.Tensor:
+        def run(self, batch: torch.Tensor) -> Outputs:
             seen.append(batch)
-            return torch.zeros(len(batch), 4, dtype=torch.float64)
+            return (torch.zeros(len(batch), 4, dtype=torch.float64),)
 
     card = Card(
         name="onnx",

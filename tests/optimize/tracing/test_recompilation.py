@@ -37,7 +37,12 @@ def tripled(graph: fx.GraphModule) -> None:
 def test_a_table_compiles_the_code_of_all_its_rewrites_once(graph, monkeypatch):
     compiled = []
     compile_it = fx.GraphModule.recompile
-    monkeypatch.setattr(fx.GraphModule, "recompile", lambda self: compiled.append(self) or compile_it(self))
+
+    def noted(self: fx.GraphModule) -> object:
+        compiled.append(self)
+        return compile_it(self)
+
+    monkeypatch.setattr(fx.GraphModule, "recompile", noted)
     rewrites = tuple(Rewrite(name, "Adds its input.", by_graph_alone(tripled)) for name in ("first", "second", "third"))
     Table[fx.GraphModule, None]("sums", rewrites).run(graph, None)
     assert compiled == [graph]

@@ -24,6 +24,7 @@ from benchmarks.hostile.pictures import encoded
 from serve.common.options import ServingOptions
 from serve.runtime.device.device_faults import is_lost, lacks_memory
 from serve.runtime.errors import CardError, EngineError
+from serve.runtime.outputs import Outputs
 from serve.runtime.service.observation import Observation
 from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
@@ -287,11 +288,11 @@ def test_a_network_that_gives_no_number_is_a_500_of_that_image_that_says_so(tmp_
     class Overflowing:
         device, provider = engine.device, engine.provider
 
-        def run(self, batch: torch.Tensor) -> torch.Tensor:
-            logits = engine.run(batch).clone()
+        def run(self, batch: torch.Tensor) -> Outputs:
+            logits = engine.run(batch)[0].clone()
             dark = batch.flatten(1).std(dim=1) < 0.3
             logits[dark, 1] = float("nan")
-            return logits
+            return (logits,)
 
     handler._opened().predictor.engine = Overflowing()
     black = encoded(Image.new("RGB", (40, 40)), "PNG")

@@ -54,7 +54,7 @@ def test_every_engine_gives_what_the_integers_and_the_float_weights_mean(graph, 
         executions = executions_for(graph.card, "cpu")
         assert {execution.engine for execution in executions} >= {"onnxruntime", "openvino"}
         for execution in executions:
-            found = open_engine(graph.folder, graph.card, execution).run(batch)
+            (found,) = open_engine(graph.folder, graph.card, execution).run(batch)
             noise = float((found - expected).square().mean() / expected.square().mean())
             # Ties that spread; a weight with one scale for the whole tensor would leave more than a thousandth.
             assert noise < 5e-4, execution

@@ -47,8 +47,8 @@ def test_the_named_layers_alone_are_stored_and_computed_in_fp16(given: str, pare
     assert {execution.engine for execution in executions} >= {"onnxruntime", "openvino"}
     for execution in executions:
         with torch.no_grad():
-            first = open_engine(plain.folder, plain.card, execution).run(batch)
-            second = open_engine(half.folder, half.card, execution).run(batch)
+            (first,) = open_engine(plain.folder, plain.card, execution).run(batch)
+            (second,) = open_engine(half.folder, half.card, execution).run(batch)
         assert torch.allclose(first, second, atol=5e-3 * float(first.abs().max()))
         assert not torch.equal(first, second), "the weights were rounded"
 

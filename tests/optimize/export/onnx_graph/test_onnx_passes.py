@@ -132,7 +132,7 @@ class TwoOutputs(nn.Module):
 
 
 def test_a_graph_with_two_outputs_is_refused(tmp_path):
-    with pytest.raises(PassError, match="1 inputs and 2 outputs, expected one of each"):
+    with pytest.raises(PassError, match="1 inputs and 2 outputs, expected 1 input and 1 outputs"):
         export_onnx(TwoOutputs(), torch.randn(2, 1, 4, 4), tmp_path / "model.onnx")
 
 

@@ -138,7 +138,7 @@ def test_the_runtime_answers_alike_from_either_graph_in_every_engine(name, graph
     tried = [entry for entry in executions_for(taken.card) if unavailable(entry.engine, "cpu") is None]
     assert {entry.engine for entry in tried} >= {"onnxruntime"}
     for execution in tried:
-        one, other = (
+        (one,), (other,) = (
             infer(open_engine(a.folder, a.card, execution), pixels, COLOUR, getattr(torch, a.card.input_dtype))
             for a in (taken, given)
         )
@@ -180,7 +180,7 @@ def alike(context, tmp_path_factory) -> Artifact:
 
 def test_openvino_rounds_the_image_as_the_graph_says(alike, pixels):
     exact = run_onnx(alike.path, pixels, literal=True)
-    found = open_engine(alike.folder, alike.card, Execution("openvino")).run(pixels)
+    (found,) = open_engine(alike.folder, alike.card, Execution("openvino")).run(pixels)
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-6)
 
 

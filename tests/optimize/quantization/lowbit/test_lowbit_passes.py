@@ -306,7 +306,7 @@ def test_a_packed_artifact_is_checked_certified_and_opened_by_both_engines(w4: A
     assert reference_origin(packed) == reference_origin(graph) == w4
     batch = session.context.pixels(16)
     for engine in ("onnxruntime", "openvino"):
-        before, after = (open_engine(a.folder, a.card, Execution(engine)).run(batch) for a in (graph, packed))
+        before, after = (open_engine(a.folder, a.card, Execution(engine)).run(batch)[0] for a in (graph, packed))
         assert torch.equal(before, after), engine
 
 
@@ -321,7 +321,7 @@ def test_weights_of_2_bits_are_stored_in_2_bits_where_that_is_asked_and_answer_a
     assert all(len(tensor.raw_data) == -(-int(np.prod(tensor.dims)) // 4) for tensor in small)
     assert not [tensor for tensor in onnx.load(four.path).graph.initializer if tensor.data_type == TensorProto.INT2]
     batch, by = session.context.pixels(16), Execution("onnxruntime")
-    before, *after = (open_engine(each.folder, each.card, by).run(batch) for each in (graph, four, two))
+    before, *after = (open_engine(each.folder, each.card, by).run(batch)[0] for each in (graph, four, two))
     assert all(torch.equal(before, each) for each in after)
     with pytest.raises(PipelineError) as refused:
         open_engine(two.folder, two.card, Execution("openvino")).run(batch)

@@ -25,6 +25,7 @@ from serve.runtime.errors import ImageError, Refusal, UserError
 from serve.runtime.images.headers import opened, read_header
 from serve.runtime.images.image_preprocessing import decode
 from serve.runtime.images.structure import plain_jpeg, plain_webp
+from serve.runtime.outputs import Outputs
 from serve.runtime.service.image_loading import Loaded, load_items
 from serve.runtime.service.predictor import Outcome, Predictor
 from tests.programs import Programs
@@ -249,7 +250,7 @@ def test_no_more_images_are_held_than_go_through_the_network_at_once(artifact: P
     class Counting:
         device, provider = engine.device, engine.provider
 
-        def run(self, batch: torch.Tensor) -> torch.Tensor:
+        def run(self, batch: torch.Tensor) -> Outputs:
             sizes.append(len(batch))
             return engine.run(batch)
 

@@ -202,12 +202,20 @@ def test_any_change_of_a_card_gives_an_equal_card_or_a_card_error(data: st.DataO
         "notes": [],
         "packed": {},
         "certificate": None,
+        "outputs": ["logits"],
     }
     if isinstance(body.get("lineage"), list):
         body["lineage"] = [{"structure": {}, **ancestor} for ancestor in body["lineage"]]
     if isinstance(certificate := body.get("certificate"), dict):
         body["certificate"] = {"absent": {}, "cpu": "", "versions": {}, "key": "", **certificate}
-    optional = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "interpolation": "bilinear"}
+        agreements = body["certificate"]["agreements"]
+        body["certificate"]["agreements"] = [{"others": [], **agreement} for agreement in agreements]
+    optional = {
+        "mean": [0.485, 0.456, 0.406],
+        "std": [0.229, 0.224, 0.225],
+        "interpolation": "bilinear",
+        "pixel_max": None,
+    }
     expected = {**defaults, **body, "preprocessing": {**optional, **body["preprocessing"]}}
     assert body_of(card) == expected
     assert parsed(body_of(card)) == card

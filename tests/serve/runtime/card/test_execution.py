@@ -177,7 +177,7 @@ def test_one_graph_gives_the_same_logits_in_every_engine_that_opens_it(tmp_path:
     answers: Any = ReferenceEvaluator(str(folder / card.file)).run(None, {"input": batch.numpy()})
     for execution in executions:
         with torch.inference_mode():
-            found = open_engine(folder, card, execution).run(batch)
+            (found,) = open_engine(folder, card, execution).run(batch)
         np.testing.assert_allclose(found.numpy(), answers[0], rtol=1e-4, atol=1e-5, err_msg=execution.engine)
 
 
@@ -222,10 +222,10 @@ def test_buckets_are_the_only_batch_sizes_that_an_engine_is_given(
             return own(engine, given)
 
         with torch.inference_mode():
-            wanted = whole.run(batch)
+            (wanted,) = whole.run(batch)
             monkeypatch.setattr(type(whole), "run", run)
             bucketed = open_engine(folder, card, dataclasses.replace(execution, buckets=(2, 4)))
-            found = bucketed.run(batch)
+            (found,) = bucketed.run(batch)
         assert seen == [4, 4], "4 and 3 of the 7, these padded"
         np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-4, atol=1e-5, err_msg=execution.engine)
         assert bucketed.provider == whole.provider

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from serve.runtime.device.buckets import DEFAULT_BUCKETS, StaticBatches, pieces
 from serve.runtime.device.cuda_graphs import agree
+from serve.runtime.outputs import Outputs
 from tests.serve import artifacts
 
 SHAPE = (3, 4, 5)
@@ -38,14 +39,14 @@ class Replayed:
         self.output = torch.full((batches.buckets[-1], weights.shape[1]), torch.nan)
         self.places = {size: batches.input(size).data_ptr() for size in batches.buckets}
 
-    def __call__(self, bucket: int) -> torch.Tensor:
+    def __call__(self, bucket: int) -> Outputs:
         inputs = self.batches.input(bucket)
         assert inputs.shape == (bucket, *SHAPE)
         assert inputs.data_ptr() == self.places[bucket]
         self.sizes.append(bucket)
         self.output.fill_(torch.nan)
         self.output[:bucket] = inputs.flatten(1) @ self.weights
-        return self.output[:bucket]
+        return (self.output[:bucket],)
 
 
 @given(
@@ -66,10 +67,10 @@ def test_padded_and_split_batches_give_the_unpadded_answers(
     images = [torch.randint(-9, 10, (count, *SHAPE), generator=generator).float() for count in counts]
     with torch.inference_mode():
         found = [batches.run(batch, replayed) for batch in images]
-    again = batches.run(images[0], replayed)  # outside of inference mode, on the same buffer
-    for batch, logits in zip(images, found, strict=True):
+    (again,) = batches.run(images[0], replayed)  # outside of inference mode, on the same buffer
+    for batch, (logits,) in zip(images, found, strict=True):
         assert torch.equal(logits, batch.flatten(1) @ weights)
-    assert torch.equal(again, found[0])
+    assert torch.equal(again, found[0][0])
     assert set(replayed.sizes) <= set(buckets)
 
 
@@ -84,7 +85,7 @@ def test_every_bucket_lies_as_the_memory_format_says(memory_format: torch.memory
 def test_inputs_of_another_shape_or_type_are_not_converted_without_a_word(wrong: torch.Tensor) -> None:
     batches = StaticBatches((4,), SHAPE, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"inputs must be \(3, 4, 5\) of torch.float32"):
-        batches.run(wrong, lambda bucket: torch.zeros(bucket, 1))
+        batches.run(wrong, lambda bucket: (torch.zeros(bucket, 1),))
 
 
 @pytest.mark.parametrize("count", [*range(1, 10), 64, 65, 130])
@@ -93,17 +94,44 @@ def test_a_network_answers_the_same_through_buckets(count: int) -> None:
     batches = StaticBatches(DEFAULT_BUCKETS, (3, 32, 32), torch.float32, torch.device("cpu"))
     images = torch.randn(count, 3, 32, 32)
     with torch.no_grad():
-        found = batches.run(images, lambda bucket: network(batches.input(bucket)))
+        (found,) = batches.run(images, lambda bucket: (network(batches.input(bucket)),))
         torch.testing.assert_close(found, network(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 9])
+def test_two_outputs_of_different_shapes_are_padded_and_split_alike_and_stay_in_order(count: int) -> None:
+    batches = StaticBatches((2, 4), SHAPE, torch.float32, torch.device("cpu"))
+    static = (torch.empty(4, 5), torch.empty(4, 3, 4))
+
+    def replay(bucket: int) -> Outputs:
+        inputs, found = batches.input(bucket), tuple(output.fill_(torch.nan)[:bucket] for output in static)
+        found[0].copy_(inputs[:, 0, 0])
+        found[1].copy_(inputs[..., 1])
+        return found
+
+    images = torch.randn(count, *SHAPE)
+    logits, features = batches.run(images, replay)
+    assert torch.equal(logits, images[:, 0, 0])
+    assert torch.equal(features, images[..., 1])
 
 
 def test_logits_agree_only_where_both_are_finite_and_near() -> None:
     wanted = torch.tensor([[1.0, -4.0, 2.0]])
-    assert agree(wanted + 0.07, wanted)
-    assert not agree(wanted + 0.09, wanted)
-    assert agree(wanted + 0.09, wanted, 0.05)
-    assert not agree(torch.tensor([[1.0, -4.0, torch.nan]]), wanted)
-    assert not agree(wanted, torch.tensor([[1.0, -4.0, torch.inf]]))
-    assert agree(torch.tensor([[1.0, -torch.inf]]), torch.tensor([[1.0, -torch.inf]]))
-    assert not agree(wanted[:, :2], wanted)
-    assert not agree(torch.zeros(1, 3), wanted)
+    assert agree((wanted + 0.07,), (wanted,))
+    assert not agree((wanted + 0.09,), (wanted,))
+    assert agree((wanted + 0.09,), (wanted,), 0.05)
+    assert not agree((torch.tensor([[1.0, -4.0, torch.nan]]),), (wanted,))
+    assert not agree((wanted,), (torch.tensor([[1.0, -4.0, torch.inf]]),))
+    assert agree((torch.tensor([[1.0, -torch.inf]]),), (torch.tensor([[1.0, -torch.inf]]),))
+    assert not agree((wanted[:, :2],), (wanted,))
+    assert not agree((torch.zeros(1, 3),), (wanted,))
+
+
+def test_each_of_several_outputs_must_agree_by_its_own_largest_number() -> None:
+    wanted = (torch.tensor([[100.0, -400.0]]), torch.tensor([[[1.0], [-4.0]]]))
+    assert agree((wanted[0] + 7, wanted[1] + 0.07), wanted)
+    assert not agree((wanted[0], wanted[1] + 0.09), wanted)
+    assert not agree((wanted[0] + 9, wanted[1]), wanted)
+    assert not agree(wanted[:1], wanted)
+    assert not agree(wanted, wanted[:1])
+    assert not agree(wanted[::-1], wanted)

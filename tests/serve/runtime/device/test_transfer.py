@@ -94,12 +94,24 @@ def test_what_was_sent_may_be_changed_at_once() -> None:
 def test_logits_are_the_callers_own() -> None:
     reader = Reader()
     ring = Ring(CPU, SHAPE, allocate=reader.allocate, event=reader.mark, slots=1, rows=2)
-    first = ring.receive(torch.tensor([[1.0, 2.0]], dtype=torch.float16))
-    second = ring.receive(torch.tensor([[3.0, 4.0]], dtype=torch.float16))
+    (first,) = ring.receive((torch.tensor([[1.0, 2.0]], dtype=torch.float16),))
+    (second,) = ring.receive((torch.tensor([[3.0, 4.0]], dtype=torch.float16),))
     assert first.tolist() == [[1.0, 2.0]]
     assert second.tolist() == [[3.0, 4.0]]
     assert first.dtype == torch.float32
     assert reader.marks[-1].records == 2
+
+
+def test_two_outputs_of_different_shapes_are_received_in_order() -> None:
+    reader = Reader()
+    ring = Ring(CPU, SHAPE, allocate=reader.allocate, event=reader.mark, slots=1, rows=2)
+    logits, features = torch.randn(2, 5, dtype=torch.float16), torch.randint(0, 9**9, (2, 3, 4))
+    for transfer in (ring, Plain(CPU)):
+        found = transfer.receive((logits, features))
+        assert [output.dtype for output in found] == [torch.float32, torch.int64]
+        assert torch.equal(found[0], logits.float())
+        assert torch.equal(found[1], features)
+    assert reader.marks[-1].records == 1, "all are waited for at once"
 
 
 @pytest.mark.parametrize("wrong", [images(2, (3, 4, 1)), images(2).float(), images(2, (1, 4, 5))])
@@ -119,7 +131,7 @@ def test_on_the_cpu_nothing_is_pinned_and_nothing_copied(as_list: bool) -> None:
     assert torch.equal(transfer.send([*sent] if as_list else sent), sent)
     assert transfer.send(sent) is sent
     logits = torch.ones(2, 3)
-    assert transfer.receive(logits) is logits
+    assert transfer.receive((logits,))[0] is logits
 
 
 @pytest.mark.gpu
@@ -146,6 +158,6 @@ def test_on_a_gpu_both_ways_lead_by_pinned_memory() -> None:
     ring: Any = open_transfer(device, SHAPE)
     assert all(slot.is_pinned() for slot, _ in ring._slots)
     logits = torch.randn(4, 10, device=device, dtype=torch.float16)
-    found = ring.receive(logits)
+    (found,) = ring.receive((logits,))
     assert found.is_pinned()
     assert torch.equal(found, logits.float().cpu())

@@ -104,7 +104,7 @@ def test_a_replay_is_the_network_for_every_batch(channels_last: bool, search: bo
     with torch.inference_mode():
         found = [engine.run(batch.cuda()) for batch in batches]
     # Looked at after all of them: an answer that the next replay overwrote would be another's.
-    for batch, logits in zip(batches, found, strict=True):
+    for batch, (logits,) in zip(batches, found, strict=True):
         close(logits, batch)
 
 
@@ -112,12 +112,12 @@ def test_answers_outside_of_inference_mode_and_on_another_stream_are_the_same(tm
     with torch.inference_mode():
         engine = opened(folder_of(tmp_path), "torch-cudagraph", 2)
     batch = torch.randn(3, *SHAPE)
-    close(engine.run(batch.cuda()), batch)
+    close(engine.run(batch.cuda())[0], batch)
     stream: Any = torch.cuda.Stream()
     on_device = batch.cuda()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        logits = engine.run(on_device)
+        (logits,) = engine.run(on_device)
     stream.synchronize()
     close(logits, batch)
 
@@ -128,7 +128,7 @@ def test_two_engines_in_one_process_do_not_share_memory(tmp_path: Path) -> None:
         batch = torch.randn(count, *SHAPE)
         with torch.inference_mode():
             found = [engine.run(batch.cuda()) for engine in (*engines, *engines)]
-        for index, logits in enumerate(found):
+        for index, (logits,) in enumerate(found):
             close(logits, batch, seed=index % 2)
 
 
@@ -139,7 +139,7 @@ def test_sixteen_bits_agree_with_float32(engine: str, dtype: torch.dtype, bound:
     found = opened(folder_of(tmp_path, dtype=dtype), engine)
     batch = torch.rand(64, *SHAPE)
     with torch.inference_mode():
-        logits = found.run(batch.to(CUDA, dtype))
+        (logits,) = found.run(batch.to(CUDA, dtype))
     assert logits.dtype == dtype
     close(logits, batch, bound)
     expected = wanted(batch)
@@ -157,7 +157,7 @@ def test_what_cannot_be_captured_is_refused_and_the_device_still_works() -> None
     with pytest.raises(EngineError, match="net: cannot be captured as a CUDA graph at batch 2: "):
         capture(lambda x: x.flatten(1) * float(x.sum()))  # looks at the data on the host
     batch = torch.randn(2, *SHAPE, device=CUDA)
-    assert torch.equal(capture(lambda x: x.flatten(1) * 2).run(batch), batch.flatten(1) * 2)
+    assert torch.equal(capture(lambda x: x.flatten(1) * 2).run(batch)[0], batch.flatten(1) * 2)
 
 
 def test_what_does_not_run_on_the_device_is_told_apart_from_what_cannot_be_captured() -> None:
@@ -172,7 +172,7 @@ def test_what_a_graph_does_not_record_is_seen() -> None:
         calls.append(x)
         return x.flatten(1) * len(calls)
 
-    with pytest.raises(EngineError, match="gives other logits than the network itself"):
+    with pytest.raises(EngineError, match="gives other outputs than the network itself"):
         capture(counting)
 
 
@@ -189,9 +189,9 @@ def test_compiled_code_answers_as_the_network(buckets: tuple[int, ...], graphs: 
     for count in (1, 2, 4, 5, 9):
         batch = torch.randn(count, *SHAPE)
         with torch.inference_mode():
-            close(engine.run(batch.cuda()), batch, 1e-3)
+            close(engine.run(batch.cuda())[0], batch, 1e-3)
             last = batch.cuda().contiguous(memory_format=torch.channels_last)
-            close(engine.run(last), batch, 1e-3)
+            close(engine.run(last)[0], batch, 1e-3)
     assert {path.name for path in folder.iterdir()} == {"model.pt2", "card.json"}
 
 
@@ -207,7 +207,7 @@ def test_the_cuda_provider_runs_the_whole_graph(options: dict[str, bool], tmp_pa
     batches = [torch.randn(count, *SHAPE) for count in (1, 2, 3, 8, 1)]
     with torch.inference_mode():
         found = [engine.run(batch.cuda()) for batch in batches]
-    for batch, logits in zip(batches, found, strict=True):
+    for batch, (logits,) in zip(batches, found, strict=True):
         close(logits, batch)
 
 
@@ -222,7 +222,7 @@ def test_it_waits_for_what_torch_is_still_writing(tmp_path: Path) -> None:
         for _ in range(20):
             matrix = matrix @ matrix / 64  # milliseconds of work that the input waits behind
         late = late + 0 * matrix.flatten()[: late.numel()].view_as(late).nan_to_num(0, 0, 0)
-        close(engine.run(late), batch)
+        close(engine.run(late)[0], batch)
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_tensorrt_compiles_once_and_outside_of_the_artifact(tmp_path: Path) -> N
     for count in (1, 2, 4, 5, 9):  # above the largest bucket: split
         batch = torch.randn(count, *SHAPE)
         with torch.inference_mode():
-            close(engine.run(batch.cuda()), batch, 2e-3)  # TensorRT may use TF32, which ONNX Runtime cannot forbid it
+            close(engine.run(batch.cuda())[0], batch, 2e-3)  # TensorRT may use TF32; ONNX Runtime cannot forbid it
     assert {path.name for path in folder.iterdir()} == before
     compiled = tmp_path / "cache" / "optimize-and-serve-compiled"
     (first,) = compiled.glob("tensorrt/*/*.engine")
@@ -272,7 +272,7 @@ def test_the_device_may_be_named_by_its_number(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     engine = open_engine(folder, load_card(folder), Execution("torch-cudagraph", "cuda:0", buckets=(2,)))
     batch = torch.randn(2, *SHAPE)
-    close(engine.run(batch.to("cuda:0")), batch)
+    close(engine.run(batch.to("cuda:0"))[0], batch)
     assert load_program(folder / "model.pt2") is not None
 
 

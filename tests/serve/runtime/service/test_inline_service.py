@@ -15,6 +15,7 @@ from PIL import Image
 
 from benchmarks.hostile.pictures import encoded
 from serve.runtime.errors import BrokenError, Refusal
+from serve.runtime.outputs import Outputs
 from serve.runtime.service.pending_request import Answered
 from serve.runtime.service.service import Service
 from tests.serve import artifacts
@@ -187,7 +188,7 @@ def test_many_callers_at_once_are_all_answered_by_one_engine_at_a_time(
     with gated(artifact) as (service, engine), ThreadPoolExecutor(6) as callers:
         inside, run = threading.Lock(), engine.engine.run
 
-        def alone(batch: torch.Tensor) -> torch.Tensor:
+        def alone(batch: torch.Tensor) -> Outputs:
             assert inside.acquire(blocking=False), "two threads are in the engine"
             try:
                 return run(batch)

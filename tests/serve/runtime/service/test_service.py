@@ -30,6 +30,7 @@ from serve.runtime.card.serving import Serving
 from serve.runtime.device.device_turns import turn_at
 from serve.runtime.engines.base import Engine, chain_for
 from serve.runtime.errors import BrokenError, Refusal
+from serve.runtime.outputs import Outputs
 from serve.runtime.service.decoding import load
 from serve.runtime.service.image_loading import Loaded, load_items
 from serve.runtime.service.pending_request import Answered
@@ -54,7 +55,7 @@ class Gate:
         self.threads: set[int] = set()
         self.fault: Callable[[torch.Tensor], None] = lambda batch: None
 
-    def run(self, batch: torch.Tensor) -> torch.Tensor:
+    def run(self, batch: torch.Tensor) -> Outputs:
         self.sizes.append(len(batch))
         self.threads.add(threading.get_ident())
         self.entered.release()
@@ -208,7 +209,7 @@ def test_threads_that_share_a_predictor_take_turns_at_its_engine_and_get_their_o
     class Watched:
         device, provider = engine.device, engine.provider
 
-        def run(self, batch: torch.Tensor) -> torch.Tensor:
+        def run(self, batch: torch.Tensor) -> Outputs:
             inside[0] += 1
             most[0] = max(most[0], inside[0])
             time.sleep(0.001)

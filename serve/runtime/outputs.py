@@ -1,0 +1,28 @@
+"""A network's outputs: a tuple of tensors, batch first, in the order in which the card names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+#: One tensor ``(N, …)`` for each output. All have the same N.
+Outputs = tuple[torch.Tensor, ...]
+
+#: What a network returns: the tensor itself if it has one output.
+Answer = torch.Tensor | Outputs
+
+
+def as_outputs(answer: torch.Tensor | Sequence[torch.Tensor]) -> Outputs:
+    """Return what a network returns as a tuple."""
+    return (answer,) if isinstance(answer, torch.Tensor) else tuple(answer)
+
+
+def first_output(answer: Answer) -> torch.Tensor:
+    """Return the first output of what a network returns, which is its logits ``(N, classes)``."""
+    return answer if isinstance(answer, torch.Tensor) else answer[0]
+
+
+def joined(parts: Iterable[Outputs]) -> Outputs:
+    """Return the outputs of the parts of a batch as those of the whole."""
+    return tuple(of_all[0] if len(of_all) == 1 else torch.cat(of_all) for of_all in zip(*parts, strict=True))
