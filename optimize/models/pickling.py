@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,4 +46,10 @@ def _is_users(name: str, module: ModuleType) -> bool:
     if name.partition(".")[0] in (*PROJECT, "__main__", "__mp_main__") or name in sys.builtin_module_names:
         return False  # cloudpickle pickles __main__ by value anyway
     file = getattr(module, "__file__", None)
-    return isinstance(module, ModuleType) and file is not None and not is_installed(Path(file).resolve())
+    return isinstance(module, ModuleType) and file is not None and not _is_installed(file)
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    """Tell `is_installed` of a module's file. Each object that is pickled asks it of thousands of modules."""
+    return is_installed(Path(file).resolve())

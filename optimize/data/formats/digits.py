@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from optimize.data.records import ImageData
+    from optimize.data.sources import Records
     from optimize.listener import Listener
 
 #: The 8x8 digits are scaled to this side in pixels for a network that does not request another.
@@ -22,19 +24,26 @@ SIDE = 64
 
 def _open(place: str, seed: int, listener: Listener) -> ImageData:
     """Open the digits: 8x8 grey values of 0 to 16, in ten classes."""
-    import numpy as np
-
     from optimize.data.pixels import native_size
     from optimize.data.records import ImageData
-    from optimize.data.sources import Records, png
     from optimize.data.splits import split_off
 
-    images, labels = _digits()
-    sources = Records.of(png(image) for image in np.rint(images * (255 / 16)).astype(np.uint8))
+    sources, labels = _encoded()
     keys = [hashlib.sha256(f"{seed}/{index}".encode()).digest() for index in range(len(sources))]
     train, val = split_off(sources, labels, keys)
     classes = tuple(str(digit) for digit in range(10))
     return ImageData("digits", classes, train, val, "shift", native_size(train), preferred_side=SIDE)
+
+
+@functools.cache
+def _encoded() -> tuple[Records, NDArray[np.int64]]:
+    """Return the digits as PNG files, and their labels. A process that opens them again has them."""
+    import numpy as np
+
+    from optimize.data.sources import Records, png
+
+    images, labels = _digits()
+    return Records.of(png(image) for image in np.rint(images * (255 / 16)).astype(np.uint8)), labels
 
 
 def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
