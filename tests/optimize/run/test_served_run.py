@@ -24,10 +24,11 @@ from serve.torchserve import server
 from serve.torchserve.client import Client
 from serve.torchserve.state import RunningServer
 from tests.optimize.runs_fixtures import TinyRun, made_run, run_recipe, shared_folder, tiny_run, with_stages
+from tests.programs import Programs
 from tests.serve.artifacts import jpeg
-from tests.serve.conftest import free_ports
+from tests.serve.conftest import by, free_ports, torch_begun
 
-__all__ = ["tiny_run"]  # fixtures
+__all__ = ["tiny_run", "torch_begun"]  # fixtures
 pytestmark = pytest.mark.slow
 
 #: One of each kind of file that the default recipe makes; bfloat16 only where the CPU has it.
@@ -48,14 +49,15 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(torch_begun: Programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     made = made_run(shared_folder(tmp_path_factory))
     kinds = tuple(name for name in KINDS if made.row(name).measured)
     assert set(kinds) >= set(KINDS) - {"half-bf16"}
     store = tmp_path_factory.mktemp("served") / "model_store"
     shutil.copytree(made.store, store)
     archives = {f"tiny-{name}": store / "tiny" / "archives" / f"tiny-{name}.mar" for name in kinds}
-    running = server.start(store, archives, ports=free_ports(), deadline_s=300)
+    with by(torch_begun.executable):
+        running = server.start(store, archives, ports=free_ports(), deadline_s=300)
     try:
         yield Served(store, running, kinds)
     finally:
