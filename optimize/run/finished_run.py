@@ -17,7 +17,7 @@ from optimize.run.opened_job import open_job
 from optimize.run.saved_artifacts import take
 from optimize.run.session import Session, Step
 from serve.common import layout
-from serve.runtime.card.card import load_card
+from serve.runtime.card.card import LOGITS, load_card
 from serve.runtime.errors import UserError
 
 
@@ -56,6 +56,7 @@ def reopen_run(
         skip_unreadable=skip_unreadable or _left_some_out(report),
         val_images=report.data.val if report.data.val_of else None,
         preprocessing=Wish(PreprocessingConfig(**wished), "the run's {}"),
+        outputs=",".join(card.outputs) if card.outputs != (LOGITS,) else None,
     )
     session = open_job(job, listener).session
     own, then = session.context.data, report.data

@@ -473,7 +473,7 @@ def test_a_stage_that_fails_costs_only_its_descendants(copied_store: Path, monke
     known.__cause__ = KeyError("which")
     errors = iter([RuntimeError("first line\nsecond line"), known])
 
-    def broken(*args: object) -> None:
+    def broken(*args: object, **options: object) -> None:
         raise next(errors)
 
     monkeypatch.setattr(onnx_pass, "export_onnx", broken)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import closing
 from pathlib import Path
 
 import onnx
@@ -15,11 +16,13 @@ import optimize as opt
 from optimize.measure.accuracy import Answers, accuracy, least_sqnr, load_answers, parity, save_answers
 from optimize.measure.answer_parity import agreement
 from optimize.measure.figures import Parity
+from optimize.models.preprocessing_config import Wish
 from optimize.passes.base import pass_of
 from optimize.passes.ptq import Ptq
 from optimize.passes.qat import QAT
 from optimize.quantization.gate import Gate, check_answers, each_sqnr
 from optimize.report.parity_text import rows
+from optimize.run.finished_run import artifact_of, reopen_run
 from optimize.store.artifact import REFERENCE_FILE, Artifact
 from serve.common.config import Config
 from serve.runtime.card.card import Card, parse_card
@@ -29,6 +32,7 @@ from serve.runtime.engines.base import executions_for, unavailable
 from serve.runtime.errors import CardError
 from serve.runtime.model_files.program_file import load_program
 from serve.runtime.service.predictor import Predictor
+from tests.optimize.runs_fixtures import Heard, run_recipe, with_stages
 from tests.optimize.workbench import applied, noise_context, parent_of, with_running_statistics
 
 NAMES = ("logits", "map")
@@ -189,28 +193,30 @@ def test_a_card_of_before_has_one_output(parent: Artifact, tmp_path: Path) -> No
     assert parse_card(json.dumps(sealed(body)), tmp_path).outputs == ("logits",)
 
 
-@pytest.fixture(scope="module")
-def variant(tmp_path_factory: pytest.TempPathFactory) -> opt.Variant:
-    folder = tmp_path_factory.mktemp("own")
-    (folder / "net.py").write_text(NETWORK, encoding="utf-8")
-    return opt.load(
-        f"{folder / 'net.py'}:TwoHeads",
-        outputs=("kinds.best", "map"),
-        preprocessing=opt.PreprocessingConfig(resize=16, crop=(16, 16), mean=(0.5,), std=(0.5,)),
-        store=folder / "store",
-        training=opt.Training(epochs=1),
-        device="cpu",
+def test_a_run_names_and_compares_the_users_outputs_and_opens_again_with_them(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NETWORK, encoding="utf-8")
+    store = tmp_path / "store"
+    outcome, _ = run_recipe(
+        store,
+        with_stages({"pass": "ptq", "from": "baseline", "config": {"images": 32, "observer": "minmax"}}),
+        graphs=False,
+        model=f"{tmp_path / 'net.py'}:TwoHeads",
+        outputs="kinds.best,map",
+        preprocessing=Wish(opt.PreprocessingConfig(resize=16, crop=(16, 16), mean=(0.5,), std=(0.5,))),
     )
-
-
-def test_the_users_outputs_are_named_on_cards_and_compared(variant: opt.Variant) -> None:
-    int8 = opt.apply(variant, Ptq(observer="minmax", images=32))
-    assert int8.artifact.card.outputs == ("kinds.best", "map")
-    table = opt.compare(variant, int8, timing=opt.Timing(rounds=1, seconds=0.01, batch_sizes=(1,)))
-    row = next(row for row in table.results.rows if row.name == int8.name)
+    row = next(row for row in outcome.report.rows if row.name == "ptq")
     assert row.measured is not None
     assert row.measured.parity is not None
+    assert row.certificate is not None
     assert [each.output for each in row.measured.parity.others] == ["map"]
+    assert [[each.output for each in found.others] for found in row.certificate.agreements] == [["map"]]
+    assert "torchscript, map" in (store / "tiny" / "report.html").read_text(encoding="utf-8")
+    session, _ = reopen_run(store, "tiny", Heard(), device="cpu")
+    with closing(session):
+        ptq = artifact_of(session, "tiny", "ptq").artifact
+        assert ptq.card.outputs == ("kinds.best", "map")
+        assert ptq.parent is not None
+        assert len(ptq.parent.module()(torch.zeros(1, 1, 16, 16))) == 2
 
 
 def test_an_output_that_the_network_does_not_have_is_refused(tmp_path: Path) -> None:
