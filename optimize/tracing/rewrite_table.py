@@ -12,8 +12,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar
 
-from optimize.tracing.recompilation import recompiled_once
-
 Graph = TypeVar("Graph")
 Given = TypeVar("Given")
 
@@ -120,8 +118,7 @@ class Table(Generic[Graph, Given]):
         Returns:
             Whether a record reported a change. Not all records report their changes.
         """
-        with recompiled_once(graph):
-            said = [record.apply(graph, given) for record in self.running(given)]
+        said = [record.apply(graph, given) for record in self.running(given)]
         return any(said)
 
     @contextlib.contextmanager
