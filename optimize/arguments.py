@@ -144,10 +144,10 @@ def must_be_model(value: object) -> None:
         return
     built = ""
     if isinstance(value, type) and issubclass(value, nn.Module):
-        built = f"; give one of it: {value.__name__}(…)"
+        built = f"; give an instance of it: {value.__name__}(…)"
     raise UserError(
         "model: must be the name of a torchvision classifier, timm:NAME, path/to/file.py:factory, "
-        f"package.module:factory or an nn.Module, and not {reprlib.repr(value)} ({type(value).__name__}){built}"
+        f"package.module:factory or an nn.Module, not {reprlib.repr(value)} ({type(value).__name__}){built}"
     )
 
 
@@ -158,7 +158,7 @@ def must_be(kind: type | tuple[type, ...], value: object, rule: str) -> None:
         UserError: it has another type. The message is ``rule`` and the value that was given.
     """
     if not isinstance(value, kind):
-        raise UserError(f"{rule}, and not {reprlib.repr(value)} ({type(value).__name__})")
+        raise UserError(f"{rule}, not {reprlib.repr(value)} ({type(value).__name__})")
 
 
 def nearest_settings(word: object) -> str:

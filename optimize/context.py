@@ -77,7 +77,7 @@ class Context(Described):
             seed=self.seed,
             limit=images,
             skip_unreadable=_CALIBRATION_UNREADABLE,
-            remedy="of the images to calibrate with, one in twenty may be",
+            remedy="at most one in twenty calibration images may be unreadable",
             said=self.listener.said,
         )
 
@@ -92,7 +92,7 @@ class Context(Described):
             batch_size=batch_size,
             device=device,
             skip_unreadable=1.0 if self.skip_unreadable else 0.0,
-            remedy="mend or remove them, or measure without them: --skip-unreadable (skip_unreadable=True in Python)",
+            remedy="repair or remove them, or measure without them: --skip-unreadable (skip_unreadable=True in Python)",
             scratch=self.scratch,
             told=lambda share: self.listener.progressed(share, "decoding"),
             said=self.listener.said,

@@ -89,7 +89,7 @@ class Variant(Described):
         single = isinstance(images, Picture)
         if not single and (not isinstance(images, Sequence) or not all(isinstance(each, Picture) for each in images)):
             raise UserError(
-                f"images: must be encoded bytes, a file's path, a PIL image, or a list of such, and not "
+                "images: must be encoded bytes, a file path, a PIL image, or a list of these, not "
                 f"{reprlib.repr(images)} ({type(images).__name__})"
             )
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:

@@ -87,7 +87,7 @@ def test_a_pass_that_yields_modules_and_cannot_rebuild_them_is_refused_when_it_r
     code = code_of("How to add a pass").replace("        rebuild=lambda module, example: module,\n", "")
     there = install(tmp_path, "half_pass", "optimize.passes", code)
     complaint = said(programs.run("-m", "optimize", "passes", environment=there), 2)
-    assert "'snap' yields modules: it must say how one is rebuilt" in complaint
+    assert "'snap' yields modules: it must define how to rebuild one" in complaint
 
 
 ECHO_ARTIFACT = """

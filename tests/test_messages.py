@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 #: Packages whose texts are held to the rules.
-PACKAGES = ("serve",)
+PACKAGES = ("serve", "optimize")
 
 #: The longest error, in characters without the values that it names.
 LONGEST_ERROR = 180

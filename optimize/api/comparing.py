@@ -69,7 +69,7 @@ def compare(
     if not variants:
         raise UserError("compare needs at least one variant")
     for variant in variants:
-        must_be((Variant, Failed), variant, "compare takes variants, as load() and apply() give them")
+        must_be((Variant, Failed), variant, "compare takes variants, which load() and apply() return")
     session = variants[0].session
     for variant in variants:
         if differing := differences(session, variant.session):
@@ -104,11 +104,11 @@ def compare(
 def _see_that_some_are_made(variants: Sequence[Variant | Failed]) -> None:
     first, *others = variants
     if isinstance(first, Failed):
-        raise PipelineError(f"{first.name}, with which all others are compared, could not be made: {first.reason}")
+        raise PipelineError(f"{first.name}, the reference of this comparison, could not be made: {first.reason}")
     failed = [variant for variant in others if isinstance(variant, Failed)]
     if failed and len(failed) == len(others):
         reasons = [f"{variant.name}: {variant.reason}" for variant in failed]
-        raise PipelineError("\n".join([f"none of what is to be compared with {first.name} could be made:", *reasons]))
+        raise PipelineError("\n".join([f"none of the variants to compare with {first.name} could be made:", *reasons]))
 
 
 def _distinct(variants: Sequence[Variant | Failed]) -> list[Step | Row]:

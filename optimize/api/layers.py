@@ -28,7 +28,7 @@ from serve.runtime.errors import UserError
 
 @dataclass(frozen=True, repr=False)
 class Searched(Described):
-    """The result of `search`: its record, and the chosen artifact, which is None if nothing keeps the budget."""
+    """The result of `search`: its record, and the chosen artifact, which is None if no trial meets the budget."""
 
     found: Found
     variant: Variant | None
@@ -65,7 +65,7 @@ def sensitivity(
     Raises:
         UserError: the variant is neither of the two, or the engine does not exist.
     """
-    must_be(Variant, variant, "sensitivity takes a variant, as load() and apply() give it")
+    must_be(Variant, variant, "sensitivity takes a variant, which load() and apply() return")
     session = variant.session
     with silenced():
         parent, config = subject(variant.artifact, ptq)
@@ -115,9 +115,11 @@ def search(
     Raises:
         UserError: the variant is not a float module, or a setting is not valid.
     """
-    must_be(Variant, variant, "search takes a variant, as load() gives it")
+    must_be(Variant, variant, "search takes a variant, which load() returns")
     if variant.artifact.kind != "module":
-        raise UserError(f"search starts from a float module, and {variant.name} is none; give it what load() gave")
+        raise UserError(
+            f"search needs a float module, and {variant.name} is not one; give it the variant that load() returned"
+        )
     session = variant.session
     by = Search(
         max_drop=max_drop,
@@ -158,7 +160,7 @@ def profile(variant: Variant, *, batch: int = 1, execution: str | Execution | No
     Raises:
         UserError: the batch is not a number of images, the engine does not exist, or no engine reports layers.
     """
-    must_be(Variant, variant, "profile takes a variant, as load() and apply() give it")
+    must_be(Variant, variant, "profile takes a variant, which load() and apply() return")
     with silenced():
         return profile_artifact(
             variant.artifact.folder,

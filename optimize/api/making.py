@@ -145,8 +145,8 @@ def apply(parent: Variant, config: Config, name: str | None = None) -> Variant:
         NotApplicableError: the pass has nothing to do for this model or on this machine.
         PassError: the result breaks a promise of the pass.
     """
-    must_be(Variant, parent, "apply takes a variant, as load() gives it")
-    must_be(Config, config, f"apply takes a pass's settings, such as opt.{nearest_settings(config)}()")
+    must_be(Variant, parent, "apply takes a variant, which load() returns")
+    must_be(Config, config, f"apply takes the settings of a pass, such as opt.{nearest_settings(config)}()")
     wanted = name or step_name(config)
     with silenced(), _shown(parent.session, wanted):
         return Variant(parent.session, parent.session.apply(parent.artifact, config, wanted))
@@ -165,7 +165,7 @@ def apply_each(parent: Variant | Failed, configs: Sequence[Config] | Mapping[str
     Raises:
         UserError: an item is not the settings of a pass.
     """
-    must_be((Variant, Failed), parent, "apply_each takes a variant, as load() gives it")
+    must_be((Variant, Failed), parent, "apply_each takes a variant, which load() returns")
     must_be((Sequence, Mapping), configs, "apply_each takes settings of passes, such as [opt.Ptq()]")
     each = list(configs.values() if isinstance(configs, Mapping) else configs)
     for config in each:
@@ -193,7 +193,7 @@ def save(variant: Variant, folder: str | Path) -> Path:
     Raises:
         UserError: ``folder`` exists or cannot be written, or ``variant`` is not a variant.
     """
-    must_be(Variant, variant, "save takes a variant, as load() and apply() give it")
+    must_be(Variant, variant, "save takes a variant, which load() and apply() return")
     target = Path(folder)
     try:
         target.mkdir(parents=True)
@@ -222,7 +222,7 @@ def restore(base: Variant, folder: str | Path) -> Variant:
     Raises:
         UserError: the folder is not a complete artifact, or its model, classes or preprocessing differ.
     """
-    must_be(Variant, base, "restore takes a variant, as load() gives it, of the model and data that it is for")
+    must_be(Variant, base, "restore takes a variant of the same model and data, which load() returns")
     with silenced():
         return Variant(base.session, take(base.session, Path(folder)))
 
@@ -241,7 +241,7 @@ def package(
     Raises:
         UserError: the name is not a legal one, or ``path`` cannot be written, or this is no variant.
     """
-    must_be(Variant, variant, "package takes a variant, as load() and apply() give it")
+    must_be(Variant, variant, "package takes a variant, which load() and apply() return")
     target = Path(path)
     return build_archive(variant.artifact.folder, target, model_name=model_name or target.stem, options=options)
 

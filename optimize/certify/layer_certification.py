@@ -75,7 +75,7 @@ def check_layers(folder: Path, reference: Path, execution: Execution, pixels: to
     example = program.shown(pixels[:1].repeat(2, 1, 1, 1), card.preprocessing)
     open_runner = _RUNNERS.get(execution.engine)
     if open_runner is None:
-        raise PipelineError(f"{execution.engine}: its layers cannot be run alone; those of {', '.join(_RUNNERS)} can")
+        raise PipelineError(f"{execution.engine}: cannot run single layers; {', '.join(_RUNNERS)} can")
     runner = open_runner(folder / card.file, program, execution, example)
     counts: dict[int, _Count] = {}
     for part in torch.split(pixels, _TOGETHER):
@@ -101,7 +101,7 @@ def check_layers(folder: Path, reference: Path, execution: Execution, pixels: to
         unable=tuple(
             Unable(layer.number, layer.name, count.unable) for count, layer in counted if count.unable is not None
         ),
-        apart=f"no step of its own here: {'; '.join(left)}" if left else None,
+        apart=f"no separate step here: {'; '.join(left)}" if left else None,
     )
 
 
@@ -134,7 +134,7 @@ class _Count:
     def compare(self, expected: torch.Tensor, found: torch.Tensor, why: Callable[[], Cause]) -> str | None:
         """Compare the integers of a batch, and find out why they differ. Return why that is impossible, or None."""
         if expected.shape != found.shape:
-            return f"it gives integers of the shape {tuple(found.shape)} where {tuple(expected.shape)} is meant"
+            return f"it gives integers of the shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
         apart = (expected.int() - found.int()).abs()
         self.outputs += apart.numel()
         self.different += int((apart > 0).sum())
@@ -143,7 +143,7 @@ class _Count:
             try:
                 self.cause = why()
             except Exception as error:  # noqa: BLE001 - an operator without float64, or an engine that refuses
-                return f"its integers differ by {self.steps} at most, and why cannot be found out: {_said(error)}"
+                return f"its integers differ by {self.steps} at most, for an unknown reason: {_said(error)}"
         return None
 
     @property
@@ -214,7 +214,7 @@ class _Packed:
         ended = self._packed.ended
         if not numbers:
             why = f": {ended}" if ended else ""
-            raise PipelineError(f"{file.name}: none of its layers is one of the reference program{why}")
+            raise PipelineError(f"{file.name}: none of its layers is in the reference program{why}")
         # Behind an operator that cannot be run, it is unknown which layers have a step of their own.
         behind = [layer.number for layer in program.layers if ended and layer.number > numbers[-1]]
         self._numbers = (*numbers, *behind)

@@ -66,7 +66,7 @@ class GraphLayers:
         inside, given = self._slice(end)
         if {number for name in given if (number := self._numbers.get(name)) is not None} != set(layer.before):
             raise PipelineError(
-                f"the graph gives layer {layer.number} ({layer.name}) other inputs than the program does"
+                f"layer {layer.number} ({layer.name}) has other inputs in the graph than in the program"
             )
         inputs = [self._value(name, batch) for name in given]
         kind = self._graph.integers(self._quantizers[layer.number])
@@ -110,8 +110,8 @@ class GraphLayers:
         if len(quantizers) == len(layers) and all(map(self._is_of, quantizers, layers)):
             return list(quantizers)
         raise PipelineError(
-            f"the graph's {len(quantizers)} quantizers are not the {len(layers)} of the reference program that it is "
-            "said to be made from"
+            f"the {len(quantizers)} quantizers of the graph do not match the {len(layers)} of its reference program: "
+            "it was not made from that program"
         )
 
     def _is_of(self, node: onnx.NodeProto, layer: Layer) -> bool:

@@ -54,19 +54,17 @@ def cause_of(
     if astray:
         return Cause(
             "kernel",
-            f"{share}; it was given others than are meant, by what has no step of its own: {', '.join(astray)}",
+            f"{share}; its inputs already differ; they come from layers without a separate step: {', '.join(astray)}",
         )
     for clamp, options in _clamps(layer):
         if _explained(count, found, reference.exact(layer, batch, **options)):
-            return Cause("lost clamp", f"{share}; those of exact arithmetic without {clamp} are the engine's")
+            return Cause("lost clamp", f"{share}; the engine computes the integers of exact arithmetic without {clamp}")
     if any(int(batch.integers[number].max()) > _SEVEN_BITS for number in layer.before):
         halved = _halved(batch, layer)
         if _explained(count, run(halved), reference.exact(layer, halved)):
             return Cause("saturation", f"{share}; on the same inputs halved, which have 7 bits, the layer is right")
         share += ", nor are they where the inputs are halved to 7 bits"
-    return Cause(
-        "kernel", f"{share}, and no lost clamp explains them: it computes something else than its integers mean"
-    )
+    return Cause("kernel", f"{share}, and no lost clamp explains them: its arithmetic is wrong")
 
 
 def _wrong(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

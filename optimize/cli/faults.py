@@ -14,9 +14,9 @@ from serve.common.command_line import reported
 
 
 def workarounds(
-    json: Annotated[bool, typer.Option("--json", help="Print the records as JSON, and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only the records, as JSON.")] = False,
 ) -> None:
-    """List what is rewritten in graphs, in its order, and the library's fault that each rewrite works around."""
+    """List the rewrites of graphs in their order, with the library fault that each of them works around."""
     with reported():
         from optimize.quantization.tables import rows, to_json
         from optimize.report.console import output

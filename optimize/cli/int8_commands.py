@@ -24,24 +24,26 @@ _IMAGES = 8  # the default number of images for ``--layers``
 
 
 def lint(
-    file: Annotated[Path, typer.Argument(help="A quantized ONNX graph, of whatever tool.", metavar="FILE.onnx")],
+    file: Annotated[Path, typer.Argument(help="A quantized ONNX graph, made by any tool.", metavar="FILE.onnx")],
     target: Annotated[
         str,
-        typer.Option(help="What it is for: cpu (ONNX Runtime and OpenVINO, with VNNI), x86 (any x86 CPU) or tensorrt."),
+        typer.Option(
+            help="Target of the graph: cpu (ONNX Runtime and OpenVINO, with VNNI), x86 (any x86 CPU) or tensorrt."
+        ),
     ] = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only the findings, as JSON.")] = False,
 ) -> None:
-    """Look for what is wrong with a quantized ONNX graph; exit code 1 if anything is.
+    """Find faults in a quantized ONNX graph. Exit code 1 if there are any.
 
-    Its structure and constants are looked at, and ONNX Runtime opens it: nothing runs. Exit code 2 if it is no valid
-    graph, if ONNX Runtime refuses it, or if a part could not be judged.
+    Checks its structure and its constants, and opens it with ONNX Runtime. The graph does not run. Exit code 2 if the
+    graph is not valid, if ONNX Runtime refuses it, or if a part could not be checked.
     """
     with reported():
         from optimize.lint.base import TARGETS, lint_file
 
         chosen = next((name for name in TARGETS if name == target), None)
         if chosen is None:
-            raise UserError(f"--target is one of {', '.join(TARGETS)}, not {target!r}")
+            raise UserError(f"--target must be one of {', '.join(TARGETS)}, not {target!r}")
         verdict = lint_file(file, chosen)
         if json:
             sys.stdout.write(dumps({"file": str(file), "target": target, **verdict.to_json()}, indent=2) + "\n")
@@ -50,7 +52,7 @@ def lint(
         for why in verdict.refused:
             typer.echo(f"error: {file} is not well-formed: {why}", err=True)
         for entry in verdict.failures:
-            typer.echo(f"error: {file}: not judged: {entry.what}: {entry.why}", err=True)
+            typer.echo(f"error: {file}: not checked: {entry.what}: {entry.why}", err=True)
         if not verdict.whole:
             raise typer.Exit(2)
         if verdict.findings:
@@ -62,45 +64,45 @@ def _print_verdict(file: Path, target: str, verdict: Verdict) -> None:
         typer.echo(f"{finding.severity}: {finding.node}: {finding.said}; {finding.remedy} [{finding.rule}]")
     for entry in verdict.unjudged:
         if not entry.failed:
-            typer.echo(f"not judged: {entry.what}: {entry.why}")
+            typer.echo(f"not checked: {entry.what}: {entry.why}")
     if verdict.findings:
         typer.echo(f"{len(verdict.findings)} findings")
     elif verdict.whole and not verdict.unjudged:
         typer.echo(f"nothing found: {file} is well-formed for {target}")
     elif not verdict.refused:
-        typer.echo(f"nothing found in what was judged of {file} for {target}")
+        typer.echo(f"nothing found in the parts of {file} that were checked for {target}")
 
 
 def certify(  # noqa: PLR0917 - each is an option of the command line
     name: Annotated[str, typer.Argument(metavar="RUN/ARTIFACT", help="An INT8 artifact of a run.")],
     layers: Annotated[
         bool,
-        typer.Option("--layers", help="Run each layer alone, by every engine, on the integers that the reference has."),
+        typer.Option("--layers", help="Run each layer alone, with every engine, on the integers of the reference."),
     ] = False,
     images: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help=f"With --layers: validation images that the integers are of; {_IMAGES} by default."),
+        typer.Option(min=1, help=f"With --layers: number of validation images; {_IMAGES} by default."),
     ] = None,
     data: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="With --layers: other images than those of the run."),
+        typer.Option(help="With --layers: data to use instead of the data of the run."),
     ] = None,
     seed: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=0, help="With --layers: that the run was made with, if it was given one."),
+        typer.Option(min=0, help="With --layers: seed of the run, if it had one."),
     ] = None,
     store: Store = DEFAULT_STORE,
-    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
 ) -> None:
-    """Show how near engines come to what an artifact's integers mean, end to end, and layer by layer.
+    """Compare what engines compute with the exact result of an artifact's integers, end to end and layer by layer.
 
-    Exit code 1 if a layer computes something else (a saturating kernel, a lost clamp), or if no engine here could run
-    one. A tie that is rounded to the other side is said, and is no fault.
+    Exit code 1 if a layer computes a wrong result (a saturating kernel, a lost clamp), or if no engine here could run
+    it. A tie that is rounded to the other side is reported, but is not an error.
     """
     with reported():
         if not layers and (named := given(images=images, data=data, seed=seed)):
             asked = " and ".join(f"--{option}" for option in named)
-            raise UserError(f"{asked}: only layers are run on images of your choice; add --layers")
+            raise UserError(f"{asked}: only single layers can run on images of your choice; add --layers")
         from optimize.report.certification_table import print_engines, print_parity
         from optimize.run.certification.subject import subject
 

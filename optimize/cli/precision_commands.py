@@ -28,20 +28,22 @@ _OF_A_SEARCH = (
 
 
 def sensitivity(  # noqa: PLR0917 - each is an option of the command line
-    name: Annotated[str, typer.Argument(metavar="RUN", help="A run, or run/artifact: one that ptq made, or a module.")],
+    name: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run, or RUN/ARTIFACT: a module, or an artifact of ptq.")
+    ],
     store: Store = DEFAULT_STORE,
     measure: Measure = "auto",
     execution: Execution = None,
     device: Annotated[str, typer.Option(help="Where to calibrate: auto, cpu, cuda or cuda:N.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="That the run was made with.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the run.")] = 0,
     skip_unreadable: SkipUnreadable = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only the figures, as JSON.")] = False,
 ) -> None:
-    """Measure what each layer of a run's network costs and wins in int8: alone, and as the only one that is not.
+    """Measure the accuracy and time of each layer of a run's network in int8: alone, and as the only float layer.
 
-    Interrupted, it goes on where it was; table, chart and figures are written beside the run.
+    If it is interrupted, the same command continues. The table, the chart and the figures are written beside the run.
     """
-    with reported("interrupted; what was measured is kept, the same command goes on from there"):
+    with reported("interrupted; the measurements are kept, and the same command continues"):
         with uncollected():
             from optimize import noise
             from optimize.measure.machine import measured_devices
@@ -84,21 +86,20 @@ def search(
         typer.Option(help="Longest median latency of one image, in milliseconds.", metavar="MS"),
     ] = None,
     bits: Annotated[
-        str, typer.Option(help="Precisions that layers may have: 8 and 16 or 32 or both.", metavar="8,16,32")
+        str, typer.Option(help="Allowed precisions of layers: 8, and 16 or 32 or both.", metavar="8,16,32")
     ] = "8,32",
-    method: Annotated[str, typer.Option(help="How layers are looked for: greedy or halving.")] = "greedy",
-    max_trials: Annotated[Optional[int], typer.Option(min=1, help="Most trials.")] = None,  # noqa: UP045
+    method: Annotated[str, typer.Option(help="How to search for layers: greedy or halving.")] = "greedy",
+    max_trials: Annotated[Optional[int], typer.Option(min=1, help="Maximum number of trials.")] = None,  # noqa: UP045
     execution: Execution = None,
     job: Job,
-    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
 ) -> None:
     """Choose the precision of each layer under a budget, by measured accuracy and measured latency.
 
-    Interrupted, it goes on where it was. A recipe that makes what was found is written. Of
-    --recipe, the baseline, the preprocessing and the first ptq stage are taken. Exit code 1 if nothing keeps the
-    budget.
+    If it is interrupted, the same command continues. It writes a recipe that makes the result. From --recipe it uses
+    the baseline, the preprocessing and the first ptq stage. Exit code 1 if no trial meets the budget.
     """
-    with reported("interrupted; every trial is kept, the same command goes on from there"):
+    with reported("interrupted; every trial is kept, and the same command continues"):
         with uncollected():
             from optimize import noise
             from optimize.precision.precision_table import print_search
@@ -108,7 +109,7 @@ def search(
 
         words = [word.strip() for word in bits.split(",")]
         if not all(word.isascii() and word.isdigit() for word in words):
-            raise UserError(f"--bits takes numbers such as 8,32, not {bits!r}")
+            raise UserError(f"--bits must be numbers such as 8,32, not {bits!r}")
         asked: dict[str, Any] = {
             "max_drop": drop_of(max_drop, plain="points"),
             "max_latency_ms": max_latency_ms,
@@ -129,4 +130,4 @@ def search(
                 artifact = found.pair.partition("@")[0]
                 typer.echo(f"pack it, as the artifact {artifact}: {to_pack(job, folder)}")
         if found.pair is None:
-            raise PipelineError("nothing keeps the budget")
+            raise PipelineError("no trial meets the budget")

@@ -22,29 +22,29 @@ def profile(  # noqa: PLR0917 - each is an option of the command line
     name: Annotated[str, typer.Argument(metavar="RUN/ARTIFACT", help="An artifact of a run.")],
     execution: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="The engine that runs it; by default every one that does.", metavar="ENGINE"),
+        typer.Option(help="Engine to profile; by default every engine that can run the artifact.", metavar="ENGINE"),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images that are run together.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Number of images in a batch.")] = 1,
     trace: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Write a Chrome trace here, for chrome://tracing or Perfetto.", metavar="FILE.json"),
+        typer.Option(help="Write a Chrome trace to this file, for chrome://tracing or Perfetto.", metavar="FILE.json"),
     ] = None,
     tensorboard: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Write the graph for TensorBoard into this folder (extra tensorboard).", metavar="DIR"),
     ] = None,
     store: Store = DEFAULT_STORE,
-    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only the figures, as JSON.")] = False,
 ) -> None:
-    """Measure what each layer of an artifact takes, its MACs, its bytes, and how near it comes to the machine's peak.
+    """Measure the time, MACs and bytes of each layer of an artifact, and its share of the machine's peak.
 
-    As each engine tells it, in a process of its own; figures, tables and charts are written beside the
-    run, and the charts into its report.
+    Each engine runs in its own process and reports the times. Figures, tables and charts are written beside the run,
+    and the charts into its report.
     """
     with reported():
         run, artifact = run_and_artifact(name)
         if not artifact:
-            raise UserError(f"profile takes RUN/ARTIFACT, such as {run}/baseline, and not a run alone")
+            raise UserError(f"profile takes RUN/ARTIFACT, such as {run}/baseline, not only a run")
         from optimize.report.finished_runs import artifact_folder, line_of
 
         folder = artifact_folder(store, run, artifact)

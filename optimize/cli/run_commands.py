@@ -29,10 +29,10 @@ def run(
     *,
     job: Job,
     every: Every = False,
-    json: Annotated[bool, typer.Option("--json", help="Print report.json on stdout, and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only report.json on stdout.")] = False,
 ) -> None:
     """Run a recipe on a model: build, measure, pack and report."""
-    with reported("interrupted; what was finished is kept, the same command goes on from there"):
+    with reported("interrupted; finished steps are kept, and the same command continues"):
         with uncollected():
             from optimize import noise
             from optimize.report.progress_display import Display
@@ -47,24 +47,25 @@ def run(
         else:
             _print_outcome(outcome.report, outcome.folder, every=every)
         if outcome.failed:
-            raise PipelineError(f"failed: {', '.join(outcome.failed)}; the reasons stand in the report")
+            raise PipelineError(f"failed: {', '.join(outcome.failed)}; see the report for the reasons")
 
 
 @with_options(Recommend, "rule")
 def compare(
     names: Annotated[
-        list[str], typer.Argument(metavar="RUN…", help="Runs, or RUN/ARTIFACT; the first is the measure.")
+        list[str], typer.Argument(metavar="RUN…", help="Runs, or RUN/ARTIFACT; the others are compared with the first.")
     ],
     *,
     store: Store = DEFAULT_STORE,
     measure: Measure = "auto",
     rule: Recommend,
     every: Every = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
 ) -> None:
-    """Compare runs that were judged by the same images; their speeds are measured anew, together.
+    """Compare runs that were judged by the same images. Their speeds are measured again, together.
 
-    RUN stands for its baseline and its recommended artifact. Exit code 2 if they do not compare: what differs is said.
+    RUN stands for its baseline and its recommended artifact. Exit code 2 if they cannot be compared. The message
+    names the difference.
     """
     with reported():
         from optimize import noise

@@ -12,9 +12,9 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 Store = Annotated[Path, typer.Option(help="The folder that runs are kept in.")]
-Every = Annotated[bool, typer.Option("--all", help="List every execution of each artifact, and not its best alone.")]
+Every = Annotated[bool, typer.Option("--all", help="List every execution of each artifact, not only the best.")]
 Measure = Annotated[
-    str, typer.Option(help="Where to measure: auto (every device that there is), or a list such as cpu,cuda.")
+    str, typer.Option(help="Where to measure: auto (every available device), or a list such as cpu,cuda.")
 ]
 SkipUnreadable = Annotated[
     bool,
@@ -24,7 +24,7 @@ SkipUnreadable = Annotated[
 ]
 Execution = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option(help="The engine that trials run by; by default the one that runs int8 fastest.", metavar="ENGINE"),
+    typer.Option(help="Engine for the trials; by default the one that runs int8 fastest.", metavar="ENGINE"),
 ]
 
 

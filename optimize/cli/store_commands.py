@@ -27,7 +27,7 @@ def list_runs(store: Store = DEFAULT_STORE) -> None:
         from optimize.report.finished_runs import HEADS, RunSummary, read_runs
 
         if store.exists() and not store.is_dir():
-            raise UserError(f"the store {store} is not a folder; name another one with --store")
+            raise UserError(f"the store {store} is not a folder; choose another one with --store")
         table = Table(*HEADS, box=None, pad_edge=False)
         for entry in read_runs(store):
             if isinstance(entry, RunSummary):
@@ -39,11 +39,13 @@ def list_runs(store: Store = DEFAULT_STORE) -> None:
             return
         output().print(table)
         # The same network takes a different time on another day, or while another run is measured.
-        typer.echo("speed is to each run's own fastest float execution; `compare RUN RUN` measures runs together")
+        typer.echo(
+            "speed is relative to the fastest float execution of each run; `compare RUN RUN` measures runs together"
+        )
 
 
 def show(
-    name: Annotated[str, typer.Argument(help="A run, or run/artifact.")],
+    name: Annotated[str, typer.Argument(help="A run, or RUN/ARTIFACT.")],
     store: Store = DEFAULT_STORE,
     every: Every = False,
 ) -> None:
@@ -55,15 +57,17 @@ def show(
         run, artifact = layout.run_and_artifact(name)
         if artifact is not None:
             if every:
-                raise UserError("--all lists a run's executions; of an artifact its card is shown, which has none")
+                raise UserError(
+                    "--all lists the executions of a run; for an artifact, `show` prints its card, which has none"
+                )
             Console().print_json(card_of(store, run, artifact))
         else:
             print_table(report_of(store, run), every=every)
             typer.echo(store / run / layout.PAGE_FILE)
 
 
-def verify(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: Store = DEFAULT_STORE) -> None:
-    """Check every file of a run against its SHA-256, and name files that are not of it; exit code 1 if one is wrong."""
+def verify(name: Annotated[str, typer.Argument(help="A run, or RUN/ARTIFACT.")], store: Store = DEFAULT_STORE) -> None:
+    """Check every file of a run against its SHA-256, and list extra files. Exit code 1 if a file is wrong."""
     with reported():
         from optimize.report.finished_runs import faults_of
         from serve.common.progress import shown
@@ -89,7 +93,7 @@ def _part(name: str) -> str | None:
 
 def prune(
     store: Store = DEFAULT_STORE,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without confirmation.")] = False,
 ) -> None:
     """Show what no run, server or program uses in the store, and remove it if you agree."""
     with reported():
@@ -110,7 +114,7 @@ def prune(
         amount = f"{len(found.objects)} objects, {found.size / 1e6:.1f} MB"
         if not yes:
             if not sys.stdin.isatty():
-                raise UserError(f"would remove {amount}; say --yes to remove them without being asked")
+                raise UserError(f"would remove {amount}; add --yes to remove them without confirmation")
             if not typer.confirm(f"remove {amount}?"):
                 return
         removed = store_pruning.prune(opened, found)

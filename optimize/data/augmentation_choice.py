@@ -8,7 +8,7 @@ Augmentation = Literal["none", "shift", "shift+flip"]
 
 #: How training images are changed, in words for the first lines of a run.
 IN_WORDS: dict[Augmentation, str] = {
-    "none": "taken as they are",
+    "none": "not changed",
     "shift": "shifted at random, not mirrored, so that text, signs and sides stay true (augment shift+flip mirrors)",
     "shift+flip": "shifted and mirrored at random (augment shift does not mirror)",
 }

@@ -17,5 +17,5 @@ def cache_folder(kind: str) -> Path:
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError:  # neither HOME nor an entry in /etc/passwd
-        raise UserError("this user has no home folder: name a folder for caches in XDG_CACHE_HOME") from None
+        raise UserError("this user has no home folder: set XDG_CACHE_HOME to a folder for caches") from None
     return base / "optimize-and-serve" / kind

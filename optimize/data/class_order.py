@@ -64,7 +64,9 @@ def with_order(
     elif isinstance(asked, str | Path):
         if not Path(asked).is_file():
             words = ", ".join([*ORDERS, CHECKPOINT])
-            raise UserError(f"{ORDER_FLAG} {asked}: there is no such file; give one with a name a line, or {words}")
+            raise UserError(
+                f"{ORDER_FLAG} {asked}: there is no such file; give a file with one name per line, or {words}"
+            )
         place, names = str(asked), read_classes(Path(asked))
     else:
         place, names = "class_order", tuple(asked)
@@ -97,7 +99,7 @@ def _as_stated(
     if len(orders) > 1:
         places = " and ".join(map(repr, orders.values()))
         raise UserError(
-            f"{origin}: states two orders of the classes, in {places}; say which: {ORDER_FLAG} data or FILE"
+            f"{origin}: states two orders of the classes, in {places}; choose one: {ORDER_FLAG} data or FILE"
         )
     for order, place in orders.items():
         file = getattr(origin, "name", origin)  # a card must not show the folder of the file
@@ -110,8 +112,10 @@ def _as_stated(
     for place, names in near.items():
         said = f"{origin}: {place!r} states other classes than {data.name} has: {_difference(names, own)}"
         if set(names) & {*own, *data.classes}:
-            raise UserError(f"{said}; rename them, or go by the data's order: {ORDER_FLAG} data")
-        return dataclasses.replace(data, notes=(*data.notes, f"{said}; outputs are taken to be in the data's order"))
+            raise UserError(f"{said}; rename them, or use the order of the data: {ORDER_FLAG} data")
+        return dataclasses.replace(
+            data, notes=(*data.notes, f"{said}; the outputs are assumed to be in the order of the data")
+        )
     return data
 
 
@@ -152,5 +156,5 @@ def _difference(names: Sequence[str], own: Sequence[str]) -> str:
     if not more and not less:
         return "a name twice"
     parts = [f"{len(names)} names where there are {len(own)} classes"] if len(names) != len(own) else []
-    parts += [f"{listed(more, 4)} that the data has not"] if more else []
+    parts += [f"{listed(more, 4)} that the data does not have"] if more else []
     return ", ".join(parts + ([f"not {listed(less, 4)}"] if less else []))

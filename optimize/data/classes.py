@@ -17,13 +17,11 @@ def with_classes(data: ImageData, given: Path | Sequence[str]) -> ImageData:
     Raises:
         UserError: the file cannot be read or has an empty line among the names, or the number of names is wrong.
     """
-    names, place, each = (
-        (read_classes(given), str(given), " a line") if isinstance(given, Path) else (tuple(given), "classes", "")
-    )
+    names, place = (read_classes(given), str(given)) if isinstance(given, Path) else (tuple(given), "classes")
     if len(names) != len(data.classes):
         raise UserError(
-            f"{place}: has {len(names)} names, and {data.name} has {len(data.classes)} classes "
-            f"({data.classes[0]} … {data.classes[-1]}); it needs one{each}, in this order"
+            f"{place}: has {len(names)} names, and {data.name} has {len(data.classes)} classes ({data.classes[0]} "
+            f"… {data.classes[-1]}); give one name for each class, in this order"
         )
     return dataclasses.replace(data, classes=names)
 
@@ -51,8 +49,8 @@ def read_classes(file: Path) -> tuple[str, ...]:
         lines = file.read_text(encoding="utf-8-sig").rstrip().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"the names of classes in {file} cannot be read: {reason}") from None
+        raise UserError(f"the class names in {file} cannot be read: {reason}") from None
     names = tuple(line.strip() for line in lines)
     if "" in names:
-        raise UserError(f"{file}:{names.index('') + 1}: is empty; each line names a class")
+        raise UserError(f"{file}:{names.index('') + 1}: is empty; each line must name a class")
     return names

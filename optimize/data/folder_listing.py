@@ -124,7 +124,7 @@ def _gaps(first: Path, folder: Path, classes: list[str], there: set[str], counts
     """
     if not any(counts):
         found = f"{len(there)} folders without images" if there else "no folders"
-        raise UserError(f"{folder}: holds no images (found {found}); it needs one folder of images a class")
+        raise UserError(f"{folder}: holds no images (found {found}); it needs one folder of images per class")
     if len(classes) < 2:
         raise UserError(f"{folder}: has only one class ({classes[0]}); a classifier needs at least two")
     gaps = []
@@ -151,7 +151,9 @@ def _left_out(skipped: list[bytes]) -> tuple[str, ...]:
     kinds = Counter(os.path.splitext(os.fsdecode(name))[1].lower() or "no suffix" for name in skipped)  # noqa: PTH122
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) + (", …" if len(kinds) > 5 else "")
     files = (
-        "1 file that is no image, or lies" if len(skipped) == 1 else f"{len(skipped)} files that are no images, or lie"
+        "1 file that is not an image, or is"
+        if len(skipped) == 1
+        else f"{len(skipped)} files that are not images, or are"
     )
     names = [os.fsdecode(name) for name in skipped]
     return (f"left out: {files} in no class folder ({counts}): {listed(names, 5)}",)
@@ -240,7 +242,7 @@ def _check_kind(path: bytes, mode: int) -> None:
     """Refuse files that may never end when they are read. A link to a folder is reported when it is read."""
     kind = _ENDLESS.get(stat.S_IFMT(mode))
     if kind is not None:
-        raise UserError(f"{os.fsdecode(path)}: is {kind}, and a class folder holds files; take it out, or rename it")
+        raise UserError(f"{os.fsdecode(path)}: is {kind}; a class folder must contain files only: move or rename it")
 
 
 def _join(place: bytes, name: bytes) -> bytes:

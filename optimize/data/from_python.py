@@ -214,7 +214,7 @@ def _encoded(image: Any, place: str) -> bytes:
         raise UserError(
             f"{place}: its image is {kind(image)}; "
             + (
-                "floats were prepared already: state with preprocessing=… what was done to them, or give uint8 pixels"
+                "float images are already preprocessed: describe how with preprocessing=…, or give uint8 pixels"
                 if floats
                 else "it must be a PIL image or uint8 pixels of shape (C, H, W)"
             )
@@ -239,7 +239,7 @@ def _prepared(image: Any, done: Preprocessing, place: str) -> npt.NDArray[np.uin
         pixels = pixels.transpose(2, 0, 1)
     if pixels is None or pixels.shape != done.shape or not (pixels.dtype == np.uint8 or pixels.dtype.kind == "f"):
         raise UserError(
-            f"{place}: its image is {kind(image)}; images that are prepared as you state are of shape {done.shape}, "
+            f"{place}: its image is {kind(image)}; with your preprocessing, images have the shape {done.shape}, "
             "uint8 or float"
         )
     if pixels.dtype == np.uint8:
@@ -250,8 +250,8 @@ def _prepared(image: Any, done: Preprocessing, place: str) -> npt.NDArray[np.uin
     worst = values.flat[int(np.nan_to_num(np.abs(values - 127.5), nan=np.inf).argmax())]
     if not -_OVERSHOOT <= worst <= 255 + _OVERSHOOT:
         raise UserError(
-            f"{place}: is not normalised as you state: with mean {done.mean} and std {done.std} it would come of a "
-            f"pixel of {worst:.0f}, which must lie in 0 to 255"
+            f"{place}: is not normalized with mean {done.mean} and std {done.std}: it would come from a pixel of "
+            f"{worst:.0f}, which must lie in 0 to 255"
         )
     return np.clip(np.rint(values), 0, 255).astype(np.uint8)
 

@@ -41,15 +41,16 @@ def depth_notes(split: Split, pixel_max: float | None) -> tuple[str, ...]:
         if pixel_max is None:
             return ()
         return (
-            f"pixel_max {pixel_max:g} is for greys of more than 8 bits; none of {len(rows)} images looked at is one",
+            f"pixel_max {pixel_max:g} applies to greys of more than 8 bits, but none of the {len(rows)} images "
+            "that were checked has them",
         )
     white, lightest = max(white for white, _ in found), max(lightest for _, lightest in found)
     stated = white if pixel_max is None else pixel_max
     if not 0 < lightest < _USED * stated:
         return ()
     return (
-        f"greys of more than 8 bits are read with {stated:g} as white, and {len(found)} images looked at reach "
-        f"{lightest:g}: if they are too dark, state what is white, as --pixel-max 4095 of 12 bits",
+        f"greys of more than 8 bits are read with {stated:g} as white, and {len(found)} images that were checked "
+        f"reach {lightest:g}: if they are too dark, set the value of white, such as --pixel-max 4095 for 12 bits",
     )
 
 

@@ -168,7 +168,7 @@ def load(source: Source, preprocessing: Preprocessing) -> torch.Tensor:
     try:
         return image_preprocessing.load(source, preprocessing)
     except MemoryError:
-        raise ImageError("there is too little memory to decode it") from None
+        raise ImageError("there is not enough memory to decode it") from None
 
 
 def sample(split: Split, preprocessing: Preprocessing) -> bytes:

@@ -74,7 +74,7 @@ def items_of(data: Data, title: str) -> Items:
     if isinstance(data, tuple) and len(data) == 2 and all(hasattr(part, "shape") for part in data):
         images, labels = data
         if len(images) != len(labels):
-            raise UserError(f"{title}: has {len(images)} images and {len(labels)} labels; give as many")
+            raise UserError(f"{title}: has {len(images)} images and {len(labels)} labels; give one label per image")
         return Items(zip(images, labels, strict=True), len(images))
     if isinstance(data, DataLoader):
         return _of_loader(data, title)
@@ -137,8 +137,8 @@ def _of_loader(loader: DataLoader[Any], title: str) -> Items:
             pairs = list(_apart([batch], f"{title}: batch {number}", single=size is None))
             if rows is not None and len(pairs) != (size or 1):
                 raise UserError(
-                    f"{title}: batch {number} has {len(pairs)} images of {size or 1} rows, so that nobody can tell "
-                    "which they are; with a sampler of your own, collate_fn must keep one image for each row"
+                    f"{title}: batch {number} has {len(pairs)} images of {size or 1} rows, so the images cannot be "
+                    "identified; with your own sampler, collate_fn must keep one image for each row"
                 )
             yield from pairs
 
@@ -175,7 +175,7 @@ def _ending(sampler: Iterable[Any], dataset: Any, title: str) -> Iterator[Any]:
     most = _DRAWS * (len(dataset) + 1)
     for number, drawn in enumerate(sampler):
         if number == most:
-            raise UserError(f"{title}: its sampler goes on after {most} draws; give one that ends after an epoch")
+            raise UserError(f"{title}: its sampler does not end after {most} draws; give one that ends after an epoch")
         yield drawn
 
 
@@ -248,10 +248,10 @@ def _apart(values: Iterable[Any], title: str, *, single: bool | None = None) -> 
             counts = len(images), len(labels)
         except TypeError:  # from a number, or a tensor without axes
             raise UserError(
-                f"{place}: is a batch of {kind(images)} with labels {kind(labels)}; it must have as many of both"
+                f"{place}: is a batch of {kind(images)} with labels {kind(labels)} and must have equal numbers of both"
             ) from None
         if counts[0] != counts[1]:
-            raise UserError(f"{place}: has {counts[0]} images and {counts[1]} labels; there must be as many")
+            raise UserError(f"{place}: has {counts[0]} images and {counts[1]} labels and must have equal numbers")
         yield from zip(images, labels, strict=True)
 
 
@@ -271,8 +271,8 @@ def _fields(value: Any, place: str) -> Pair:
         there = f", and it has {', '.join(map(str, itertools.islice(named, 8)))}" if named else ""
         count = f" and has {len(value)} elements" if isinstance(value, tuple | list) else ""
         raise UserError(
-            f"{place}: is {kind(value)}{count}; it must be a pair of an image and the index of its class, or have both "
-            f"by names (one of {', '.join(_IMAGE_NAMES)}; one of {', '.join(_LABEL_NAMES)}){there}"
+            f"{place}: is {kind(value)}{count}; it must be a pair of an image and a class index, or have both as "
+            f"fields ({'/'.join(_IMAGE_NAMES)} and {'/'.join(_LABEL_NAMES)}){there}"
         )
     return value[0], value[1]
 

@@ -48,7 +48,7 @@ def check_half(module: nn.Module, dtype: torch.dtype, images: torch.Tensor) -> N
             )
     unbounded = torch.stack([(~output.isfinite()).flatten(1).any(1) for output in outputs]).any(0)
     if count := int(unbounded.sum()):
-        raise PassError(f"in {name} the answers to {count} of {len(images)} training images are not finite")
+        raise PassError(f"in {name} the outputs of {count} of {len(images)} training images are not finite")
 
 
 class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]

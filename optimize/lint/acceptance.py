@@ -83,7 +83,7 @@ def acceptance(path: Path, size: int, domains: frozenset[str] = frozenset()) -> 
         raise UserError(f"{path}: not a valid ONNX graph ({printable(told['invalid'])})")
     shapes = told.get("shapes")
     if shapes is None:
-        raise UserError(f"{path}: onnx's check does not end well: {ended}")
+        raise UserError(f"{path}: the check of onnx failed: {ended}")
     if domains:
         names = " and ".join(sorted(domains))
         return Acceptance(None, f"it has no operators of {names} without their library", shapes)
@@ -91,7 +91,7 @@ def acceptance(path: Path, size: int, domains: frozenset[str] = frozenset()) -> 
         by_itself = ended.startswith("ended by")
         return Acceptance(ended if by_itself else None, None if by_itself else ended, shapes)
     if told["load"] is not None and "bad_alloc" in told["load"]:
-        return Acceptance(None, "it needs more memory than it is given here", shapes)
+        return Acceptance(None, "it needs more memory than this check allows", shapes)
     return Acceptance(told["load"], None, shapes)
 
 

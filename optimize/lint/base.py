@@ -157,7 +157,7 @@ def lint(model: onnx.ModelProto, target: LintTarget) -> tuple[Finding, ...]:
     """
     verdict = judge(model, target)
     for entry in verdict.failures:
-        raise UserError(f"{entry.what} cannot be judged: {entry.why}")
+        raise UserError(f"{entry.what} cannot be checked: {entry.why}")
     return verdict.findings
 
 
@@ -185,7 +185,7 @@ def lint_file(path: Path, target: LintTarget) -> Verdict:
         unjudged.append(_failed("whether sizes fit each other", graph, error))
     no_kernel = target == "tensorrt" and (accepted.refused or "").startswith("NotImplemented")
     if accepted.refused is not None and not no_kernel:
-        refused.append(printable(f"ONNX Runtime does not open it: {accepted.refused}"))
+        refused.append(printable(f"ONNX Runtime cannot open it: {accepted.refused}"))
     # TensorRT may have kernels that ONNX Runtime does not have on a CPU.
     if (why := accepted.refused if no_kernel else accepted.unjudged) is not None:
         unjudged.append(Unjudged("whether ONNX Runtime opens the graph", printable(why), failed=True))
@@ -233,15 +233,17 @@ def _out_of_sight(model: onnx.ModelProto, graph: Graph) -> Iterator[Unjudged]:
     """Yield the parts that no rule covers."""
     foreign = {node.op_type for node in graph.nodes if node.domain not in DOMAINS}
     if foreign:
-        yield Unjudged(_listed("operators", foreign), "rules know those of ONNX and com.microsoft", failed=False)
+        yield Unjudged(_listed("operators", foreign), "the rules know only ONNX and com.microsoft", failed=False)
     inner = {label(node) for node in graph.nodes if any(_inner(node))}
     if inner:
-        yield Unjudged(_listed("the graphs within", inner), "rules look at the nodes of the main graph", failed=False)
+        yield Unjudged(
+            _listed("the graphs within", inner), "the rules check only the nodes of the main graph", failed=False
+        )
     if model.functions:
         names = {f"{function.domain}.{function.name}" for function in model.functions}
-        yield Unjudged(_listed("the bodies of functions", names), "rules look at the main graph", failed=False)
+        yield Unjudged(_listed("the bodies of functions", names), "the rules check only the main graph", failed=False)
     if sparse := {tensor.values.name for tensor in model.graph.sparse_initializer}:
-        yield Unjudged(_listed("sparse tensors", sparse), "rules read dense ones", failed=False)
+        yield Unjudged(_listed("sparse tensors", sparse), "the rules read only dense ones", failed=False)
 
 
 def _listed(what: str, names: set[str], most: int = 5) -> str:

@@ -308,9 +308,9 @@ def _check(graph: onnx.GraphProto, nodes: Iterable[NodeProto], opset: int) -> No
     made = set[str]()
     for node in nodes:
         if lacking := next((name for name in node.input if name and name not in known), None):
-            raise UserError(f"{label(node)} reads {lacking[:200]!r}, which nothing in front of it gives")
+            raise UserError(f"{label(node)} reads {lacking[:200]!r}, which no earlier node computes")
         if twice := next((name for name in node.output if name in made), None):
-            raise UserError(f"{label(node)} gives {twice[:200]!r}, which another node gives already")
+            raise UserError(f"{label(node)} gives {twice[:200]!r}, which another node already computes")
         given = set(node.output) - {""}
         made |= given
         known |= given
@@ -324,7 +324,7 @@ def _check_attributes(node: NodeProto, opset: int) -> None:
         wanted = types.get(entry.name)
         if wanted is not None and entry.type != wanted:
             names = [AttributeProto.AttributeType.Name(kind) for kind in (entry.type, wanted)]
-            raise UserError(f"the attribute {entry.name!r} of {label(node)} is {names[0]}, and must be {names[1]}")
+            raise UserError(f"the attribute {entry.name!r} of {label(node)} is {names[0]}, but must be {names[1]}")
         if wanted == AttributeProto.STRING and node.op_type != "Constant":
             try:
                 entry.s.decode()

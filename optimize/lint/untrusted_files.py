@@ -39,7 +39,7 @@ def read_graph(path: Path) -> ModelProto:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or one_line(error)}") from None
     except MemoryError:
-        raise UserError(f"{path}: it does not fit into this machine's memory") from None
+        raise UserError(f"{path}: it does not fit into the memory of this machine") from None
     except Exception as error:  # noqa: BLE001 - protobuf and onnx (1.23) raise what Python has, and types of their own
         raise UserError(f"{path}: not a valid ONNX graph ({printable(one_line(error))})") from None
     return model
@@ -57,7 +57,7 @@ def _parse(path: Path) -> ModelProto:
         if not stat.S_ISREG(status.st_mode):
             raise UserError("Is a directory" if stat.S_ISDIR(status.st_mode) else "not a file")
         if status.st_size > _MOST_BYTES:
-            raise UserError(f"it has {status.st_size} bytes, and an ONNX file has {_MOST_BYTES} at most")
+            raise UserError(f"it has {status.st_size} bytes; an ONNX file can have at most {_MOST_BYTES}")
         model: ModelProto = ModelProto.FromString(file.read(status.st_size))
     if not model.graph.node:
         raise UserError("not a valid ONNX graph (it has no nodes)")
@@ -77,7 +77,7 @@ def _check_tensors(model: ModelProto, folder: Path) -> None:
             external += _check_external(tensor, folder)
     free = psutil.virtual_memory().available
     if external > free:
-        raise UserError(f"its weights take {external} bytes, and this machine has {free} free")
+        raise UserError(f"its weights take {external} bytes, but this machine has only {free} free")
 
 
 def _check_external(tensor: TensorProto, folder: Path) -> int:
@@ -87,17 +87,17 @@ def _check_external(tensor: TensorProto, folder: Path) -> int:
     file = folder / location
     what = f"the data of the tensor {name!r} is in {location[:200]!r}"
     if not location or "\0" in location or Path(location).is_absolute() or ".." in Path(location).parts:
-        raise UserError(f"{what}, which is no file beside the graph")
+        raise UserError(f"{what}, which is not a file beside the graph")
     try:
         outside = not file.resolve().is_relative_to(folder.resolve()) or file.is_symlink()
         status = file.stat()
     except (OSError, RuntimeError) as error:
         raise UserError(f"{what}: {getattr(error, 'strerror', None) or one_line(error)}") from None
     if outside or not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{what}, which is no file beside the graph")
+        raise UserError(f"{what}, which is not a file beside the graph")
     numbers = [entries.get("offset", "0"), entries.get("length", str(size_of(tensor)))]
     if not all(number.isascii() and number.isdecimal() and len(number) < 20 for number in numbers):
-        raise UserError(f"{what}, at an offset or of a length that is no number")
+        raise UserError(f"{what}, with an offset or a length that is not a whole number (0 or more)")
     offset, length = map(int, numbers)
     if length != size_of(tensor):
         raise UserError(f"{what}: it has {length} bytes, and its shape {list(tensor.dims)} needs {size_of(tensor)}")

@@ -95,7 +95,7 @@ def _damaged(tensor: TensorProto, trouble: str) -> UserError:
 def _trouble(tensor: TensorProto) -> str | None:
     kind, apart = tensor.data_type, external_data_helper.uses_external_data(tensor)
     if kind == TensorProto.UNDEFINED or kind not in TensorProto.DataType.values():
-        return f"its type is {kind}, which is none of ONNX's"
+        return f"its type is {kind}, which ONNX does not define"
     if len(tensor.dims) > _MOST_AXES:
         return f"it has {len(tensor.dims)} axes"
     if any(size < 0 for size in tensor.dims):
@@ -103,7 +103,7 @@ def _trouble(tensor: TensorProto) -> str | None:
     if tensor.HasField("segment"):
         return "it is a segment of another"
     if kind == TensorProto.STRING and (apart or tensor.HasField("raw_data")):
-        return "texts are kept as such, and not as bytes"
+        return "its strings are not stored as bytes"
     return None if apart else _miscounted(tensor, kind)
 
 

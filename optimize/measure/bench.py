@@ -336,12 +336,12 @@ class Bench:
         if not references:
             return found
         if eager is None:
-            skipped |= dict.fromkeys(references, "no eager module to run: of a quantized artifact alone")
+            skipped |= dict.fromkeys(references, "a quantized artifact without an eager module cannot run here")
             return found
         try:
             found.body = pickled(eager.module, self.context.preprocessing)
         except Exception as error:  # noqa: BLE001 - the user's module may refuse in any way
-            skipped |= dict.fromkeys(references, f"the module does not travel to another process: {one_line(error)}")
+            skipped |= dict.fromkeys(references, f"the module cannot be sent to another process: {one_line(error)}")
             return found
         for name in references:
             self.context.listener.progressed(0.0, f"warming up {name}")  # a compiler takes its time

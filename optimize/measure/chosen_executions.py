@@ -57,7 +57,7 @@ def wanted_executions(
             chosen.append(entry)
     if not chosen and not needed:
         said = ", ".join(entry if isinstance(entry, str) else execution_id(entry) for entry in wanted)
-        raise EngineError(f"none of the executions that are to be measured runs it: {said}")
+        raise EngineError(f"none of the chosen executions can run it: {said}")
     chosen = chosen or usual[:1]
     return [each for number, each in enumerate(chosen) if each not in chosen[:number]]
 

@@ -45,9 +45,9 @@ def misplaced(predicted: _Rows, labels: _Rows, classes: Sequence[str]) -> str | 
     moved = np.flatnonzero(meant != np.arange(len(classes)))
     which = ", ".join(f"{place} is {order[place]!r} and not {classes[place]!r}" for place in moved[:3].tolist())
     return (
-        f"the network's outputs seem to be in another order than the classes: top-1 is {used.mean():.1%}, and would be "
-        f"{right.mean():.1%} if output {which}{' …' if len(moved) > 3 else ''}; give the order by {ORDER_FLAG} "
-        + (word or "FILE, a name a line")
+        f"the network's outputs seem to be in another order than the classes: top-1 is {used.mean():.1%}, and "
+        f"would be {right.mean():.1%} if output {which}{' …' if len(moved) > 3 else ''}; give the order by "
+        f"{ORDER_FLAG} " + (word or "FILE, with one name per line")
     )
 
 

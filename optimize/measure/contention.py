@@ -53,7 +53,7 @@ def disturbance(shares: Iterable[float | None], clocks: Iterable[float | None], 
     warning = ""
     if others > BUSY:
         warning = (
-            f"Provisional: other processes took {others:.0%} of the cores while speeds were measured, more than "
+            f"Provisional: other processes used {others:.0%} of the cores while speeds were measured, more than "
             f"{BUSY:.0%}. On a quiet machine, {remedy}."
         )
     return Disturbance(round(others, 4), round(busiest, 4), range_read, warning)

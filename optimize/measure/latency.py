@@ -152,7 +152,7 @@ def measure_speed(
     for number in range(timing.rounds):
         if renew is not None and number in starts[1:]:
             for name in list(present):
-                listener.progressed(number / timing.rounds, f"starting {name} anew")
+                listener.progressed(number / timing.rounds, f"starting {name} again")
                 try:
                     present[name] = renew(name)
                 except PipelineError:

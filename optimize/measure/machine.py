@@ -35,7 +35,8 @@ def resolve_device(wanted: str) -> torch.device:
     device = torch.device(wanted)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
-            f"device {wanted} was asked for, this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto"
+            f"device {wanted} is not available: this machine has {torch.cuda.device_count()} CUDA devices; use cpu "
+            "or auto"
         )
     return device
 

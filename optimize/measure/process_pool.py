@@ -94,7 +94,7 @@ class Pool:
         except OSError as error:
             raise UserError(
                 f"{self._lock.lock_file} cannot be locked ({error.strerror}), by which runs of all users on this "
-                "machine are kept from measuring at once: remove it, or have its owner make it mode 666"
+                "machine are kept from measuring at once: remove it, or let its owner set mode 666"
             ) from None
         try:
             yield
@@ -173,8 +173,8 @@ class Pool:
         )
         if self._loaded and taken + memory > _MOST_MEMORY * self._free:
             raise EngineError(
-                f"its process takes {memory / 1e9:.1f} GB and the {len(self._loaded)} others {taken / 1e9:.1f}, more "
-                f"than {_MOST_MEMORY * 100:.0f} % of the {self._free / 1e9:.1f} GB that were free; name fewer "
+                f"its process takes {memory / 1e9:.1f} GB and the {len(self._loaded)} others {taken / 1e9:.1f}, "
+                f"more than {_MOST_MEMORY * 100:.0f} % of the {self._free / 1e9:.1f} GB that were free; list fewer "
                 "executions under measure in the recipe"
             )
 

@@ -268,7 +268,7 @@ class Template:
         if not message:
             self._errors.seek(0)
             last = (self._errors.read().decode(errors="replace").strip().splitlines() or ["no message"])[-1]
-            raise PipelineError(f"the process that measures could not be started: {last}")
+            raise PipelineError(f"the measuring process could not be started: {last}")
         found: dict[str, Any] = json.loads(message)
         return found
 

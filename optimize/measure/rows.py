@@ -147,7 +147,7 @@ class Row(Record):
         if (self.best is None) == (self.skip is None):
             raise ValueError("a row is either measured or skipped, with the reason")
         if self.best is not None and self.file is None:
-            raise ValueError("what was measured has a file")
+            raise ValueError("a measured row needs a file")
         return self
 
     @property
@@ -388,5 +388,5 @@ class Report(Results):
     @model_validator(mode="after")
     def _recommended_once(self) -> Self:
         if self.recommended != self.recommendation.name:
-            raise ValueError(f"recommended is {self.recommended!r}, and by the rule {self.recommendation.name!r}")
+            raise ValueError(f"recommended is {self.recommended!r}, but the rule gives {self.recommendation.name!r}")
         return self

@@ -33,26 +33,31 @@ class Timing(Config):
 
     executions: tuple[Wanted, ...] | None = Field(
         default=None,
-        description="engines' names, or mappings such as {engine: openvino, threads: 1}, to run the artifacts with; "
-        "by default every engine that can. The baseline is measured in any case, as the rest is compared with it",
+        description="engines that run the artifacts: names, or mappings such as {engine: openvino, threads: 1}; by "
+        "default every engine that can. The baseline is always measured, because the rest is compared "
+        "with it",
     )
 
-    rounds: int = Field(default=8, ge=1, description="turns that each variant gets at batch 1")
+    rounds: int = Field(default=8, ge=1, description="rounds of measurements for each variant at batch 1")
     processes: int = Field(
         default=4,
         ge=1,
-        description="processes that each variant is timed in, one after the other, with as many of the rounds each: a "
-        "network may be slow in one and quick in the next. A larger batch size gets a turn in each of them, or of one "
-        "process a turn in each round",
+        description="processes that time each variant, one after the other, with equal shares of the rounds: speed "
+        "can differ between processes. Larger batch sizes are timed once in each process, or once in "
+        "each round if there is one process",
     )
     batch_sizes: tuple[int, ...] = Field(
         default=(1, 8, 32),
         min_length=1,
-        description="images per call; 1 must be among them, latency is that of batch 1",
+        description="images per call; 1 must be among them, because latency is measured at batch 1",
     )
-    seconds: float = Field(default=0.2, gt=0, description="time of one turn of one variant at one batch size")
-    minimum: int = Field(default=3, ge=1, description="fewest timed calls in a turn; five times as many at batch 1")
-    warm_up: int = Field(default=2, ge=0, description="untimed calls at the start of each turn")
+    seconds: float = Field(
+        default=0.2, gt=0, description="length of one measurement of one variant at one batch size, in seconds"
+    )
+    minimum: int = Field(
+        default=3, ge=1, description="minimum number of timed calls in a measurement; five times as many at batch 1"
+    )
+    warm_up: int = Field(default=2, ge=0, description="untimed calls before each measurement")
 
     @property
     def starts(self) -> tuple[int, ...]:

@@ -109,7 +109,7 @@ def read_checkpoint(
     if path.is_dir():
         raise UserError(f"{path}: is a folder; give the checkpoint file itself")
     if not path.is_file():
-        missing = "is no regular file" if path.exists() else "there is no such checkpoint file"
+        missing = "is not a regular file" if path.exists() else "there is no such checkpoint file"
         raise UserError(f"{path}: {missing}")
     try:
         digest = sha256_file(path)
@@ -129,7 +129,7 @@ def read_checkpoint(
     states = _states(content)
     if weights_key is not None:
         place, chosen = _asked_for(content, states, weights_key, path)
-        notes: tuple[str, ...] = (f"the weights of {place!r} are used, as asked for",)
+        notes: tuple[str, ...] = (f"the weights of {place!r} are used, as requested",)
         others: dict[str, State] = {}
         sure = True
     else:
@@ -139,7 +139,7 @@ def read_checkpoint(
     if chosen.faults:
         raise UserError(f"{path}: needs dense tensors of real numbers: {listed(chosen.faults)}")
     if chosen.left:
-        notes = (*notes, f"left out of it, being no tensors: {listed(chosen.left)}")
+        notes = (*notes, f"left out, because they are not tensors: {listed(chosen.left)}")
     info = {
         key: value
         for key, value in (content.items() if isinstance(content, Mapping) else ())
@@ -153,9 +153,9 @@ def read_checkpoint(
 def _another_kind(head: bytes) -> str | None:
     """Identify a file that is often mistaken for its weights, and say what to do. None for others."""
     if head.startswith(b"version https://git-lfs"):
-        return "a pointer of Git LFS and not the file itself; fetch that by `git lfs pull`"
+        return "a Git LFS pointer, not the file itself; fetch the file with `git lfs pull`"
     if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
-        return "a web page and no checkpoint; the address that it was downloaded from answered with that"
+        return "a web page, not a checkpoint; check the address that you downloaded it from"
     return None
 
 
@@ -166,7 +166,7 @@ def _load_safetensors(path: Path) -> object:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path}: not a whole safetensors file ({first_line(error)})") from None
+        raise UserError(f"{path}: is not a complete safetensors file ({first_line(error)})") from None
 
 
 def _refuse_torchscript(path: Path) -> None:
@@ -176,7 +176,7 @@ def _refuse_torchscript(path: Path) -> None:
     except Exception:  # noqa: BLE001 - not a zip, or a broken one: torch.load says which
         return
     if not any(name.endswith("/data.pkl") for name in names):
-        raise UserError(f"{path}: is a zip archive, but none that torch.save writes; take the checkpoint out of it")
+        raise UserError(f"{path}: is a zip archive, but not one that torch.save wrote; extract the checkpoint from it")
     if any(name.endswith("/constants.pkl") for name in names):
         raise UserError(f"{path}: is a TorchScript archive, not a checkpoint; save model.state_dict() of the original")
 
@@ -254,7 +254,7 @@ def _chosen(states: Mapping[str, State], content: object, path: Path) -> tuple[s
     is a usual one, the largest that is not named after an optimizer is chosen.
     """
     if not states:
-        raise UserError(f"{path}: holds no state dict ({_outline(content)}); save model.state_dict()")
+        raise UserError(f"{path}: contains no state dict ({_outline(content)}); save model.state_dict()")
     usual = [place for place, state in states.items() if _is_usual(place, state)]
     averaged = next((place for place in usual if _is_averaged(place)), None)
     plain = next((place for place in usual if not _is_averaged(place)), None)
@@ -262,17 +262,17 @@ def _chosen(states: Mapping[str, State], content: object, path: Path) -> tuple[s
         place = plain if plain is not None else averaged
         if place is None:
             place = max(states, key=lambda at: (not _is_named_optimizer(at), len(states[at])))
-            return place, cleaned(states[place]), (f"the weights lie in {place!r}",)
-        note = (f"the weights are averaged ones (EMA), of {place!r}",) if averaged is not None else ()
+            return place, cleaned(states[place]), (f"the weights are in {place!r}",)
+        note = (f"the weights are averaged ones (EMA), from {place!r}",) if averaged is not None else ()
         alike = [at for at, state in states.items() if at != place and state.keys() == states[place].keys()]
         if alike and averaged is None:
-            note = (f"the weights of {place!r} are used; {WEIGHTS_KEY} {alike[0]} takes others",)
+            note = (f"the weights of {place!r} are used; {WEIGHTS_KEY} {alike[0]} selects others",)
         return place, cleaned(states[place]), note
     smooth, last = cleaned(states[averaged]), cleaned(states[plain])
     if lacking := [key for key in last.state if key not in smooth.state]:
         told = f"the averaged weights (EMA) of {averaged!r} lack {listed(lacking, 2)}, those of {plain!r} are used"
         return plain, last, (told,)
-    told = f"the averaged weights (EMA) of {averaged!r} are used; {WEIGHTS_KEY} {plain} takes the others"
+    told = f"the averaged weights (EMA) of {averaged!r} are used; {WEIGHTS_KEY} {plain} selects the others"
     return averaged, smooth, (told,)
 
 
@@ -296,7 +296,7 @@ def _asked_for(content: object, states: Mapping[str, State], wanted: str, path: 
     prefixes = sorted({f"{key.partition('.')[0]}." for state in states.values() for key in state if "." in key})
     known = [*filter(None, states), *prefixes]
     there = listed(known, 12) or "none"
-    raise UserError(f"{path}: holds no weights under {wanted!r}{did_you_mean(wanted, known)}; there are {there}")
+    raise UserError(f"{path}: contains no weights under {wanted!r}{did_you_mean(wanted, known)}; it has {there}")
 
 
 def cleaned(found: State) -> Cleaned:

@@ -27,10 +27,14 @@ Ending = Literal["logits", "softmax", "log-softmax", "sigmoid"]
 
 #: The description of each ending for a reader.
 ENDINGS: Mapping[Ending, str] = {
-    "softmax": "the network ends in a softmax: its logits are taken, and its probabilities are served as they are",
-    "log-softmax": "the network ends in a log-softmax, whose answers are logits, too",
-    "sigmoid": "the network ends in a sigmoid for each class: its logits are taken, and each class is served with its "
-    "own probability, which need not sum to one",
+    "softmax": (
+        "the network ends in a softmax: its logits are used for comparisons, and its probabilities are served unchanged"
+    ),
+    "log-softmax": "the network ends in a log-softmax, whose outputs are logits, too",
+    "sigmoid": (
+        "the network ends in a sigmoid for each class: its logits are used for comparisons, and each class is "
+        "served with its own probability"
+    ),
 }
 
 #: One step from an answer to its tensor: an item or an attribute, and its name or number.
@@ -106,7 +110,7 @@ def with_outputs(module: nn.Module, shape: tuple[int, int, int], names: Sequence
     if len(alone) != 1:
         raise UserError(
             f"the model gives a {type(answer).__name__} of {len(found)} tensors ({_listed(found) or 'none'}); it must "
-            f"give its logits alone, or call them 'logits', or name its outputs with --outputs, logits first"
+            "return only its logits, or name them 'logits', or name its outputs with --outputs, logits first"
         )
     return _replaced(module, lambda forward: _taken(forward, alone[0]))
 

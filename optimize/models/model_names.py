@@ -25,16 +25,15 @@ def resolve_model(reference: str) -> ModelSource:
     if ":" in reference:
         return user_source(reference)
     if reference.endswith(".py"):
-        raise UserError(f"{reference}: say which function builds the model: {reference}:FACTORY")
+        raise UserError(f"{reference}: name the function that builds the model: {reference}:FACTORY")
     if reference.endswith(_WEIGHTS):
         raise UserError(
-            f"{reference}: is a file of weights; name the network that they are of, and give them by "
-            f"--checkpoint {reference}"
+            f"{reference}: is a file of weights; name their network, and give the file with --checkpoint {reference}"
         )
     if reference.endswith(".onnx"):
         raise UserError(
-            f"{reference}: passes work on PyTorch's networks, and not on ONNX graphs; name the network that this one "
-            "was made of, and give its weights by --checkpoint"
+            f"{reference}: passes work on PyTorch networks, not on ONNX graphs; name the original network, and "
+            "give its weights with --checkpoint"
         )
     return torchvision_source(reference)
 
@@ -49,7 +48,7 @@ def with_named_weights(source: ModelSource, weights: str) -> tuple[ModelSource, 
     if source.origin == "timm":
         raise timm.refuse_named_weights(source)
     if source.origin != "torchvision":
-        raise UserError(f"{source.reference}: weights by name exist only for torchvision's models; give a checkpoint")
+        raise UserError(f"{source.reference}: named weights exist only for models of torchvision; give a checkpoint")
     return torchvision.with_weights(source, weights), read_checkpoint(torchvision.download(source, weights))
 
 

@@ -36,7 +36,7 @@ def module_source(module: nn.Module) -> tuple[ModelSource, Checkpoint]:
     """
     given = innermost(module)
     if isinstance(given, torch.jit.ScriptModule):
-        raise UserError("a TorchScript module cannot be optimised; give the nn.Module that it was made from")
+        raise UserError("a TorchScript module cannot be optimized; give the nn.Module that it was made from")
     if not isinstance(given, nn.Module):
         raise UserError(f"a model must be a torch.nn.Module, this is a {type(given).__name__}")
     module = given
@@ -68,7 +68,7 @@ def module_source(module: nn.Module) -> tuple[ModelSource, Checkpoint]:
         origin="module",
         factory=functools.partial(_copied, own),
     )
-    notes = (f"the weights are those of the {name} that was given",)
+    notes = (f"the weights are those of the given {name}",)
     return source, Checkpoint(state, tensors_digest(state), notes=notes, classes=stated_classes(own))
 
 

@@ -86,7 +86,7 @@ def choose_preprocessing(
         if image_size is not None and given.get("crop", (image_size, image_size)) != (image_size, image_size):
             raise UserError(
                 f"{wish.named('crop')} {size_words(given['crop'])} and an image size of {image_size} are both "
-                "given, and mean the same; give one of them"
+                "given, but mean the same; give one of them"
             )
         parts |= given
         # A height and width to scale to also set the crop, if no other crop is given.
@@ -103,7 +103,7 @@ def choose_preprocessing(
             raise UserError(str(error)) from None
         raise UserError(
             f"mean has {len(parts['mean'])} numbers ({origins['mean']}) and std {len(parts['std'])} "
-            f"({origins['std']}); give both, with as many"
+            f"({origins['std']}); give both, with equal numbers"
         ) from None
 
 
@@ -117,11 +117,11 @@ def _prepared(
     for spelled, wanted, there in asked:
         if wanted != there:
             raise UserError(
-                f"the images of {data.name} are prepared already, with {there}; {spelled} cannot be {wanted}"
+                f"the images of {data.name} are already preprocessed, with {there}; {spelled} cannot be {wanted}"
             )
     for side in sorted(set(done.crop)):
         source.check_size(side)
-    return ChosenPreprocessing(done, dict.fromkeys(PARTS, "done already, as you state"))
+    return ChosenPreprocessing(done, dict.fromkeys(PARTS, "already done, as you stated"))
 
 
 def _declared(source: ModelSource) -> tuple[dict[str, Any], dict[str, str]]:

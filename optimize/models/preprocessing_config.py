@@ -70,7 +70,9 @@ def _means(value: object) -> object:
     assert isinstance(numbers, tuple)
     if max(numbers) > 1:
         of_bytes = ",".join(f"{number / 255:.3g}" for number in numbers)
-        raise ValueError(f"must be of pixels from 0 to 1; of pixels from 0 to 255 a 255th, {of_bytes}, and so std")
+        raise ValueError(
+            f"must be for pixels from 0 to 1; divide values for pixels from 0 to 255 by 255 ({of_bytes}), std too"
+        )
     return numbers
 
 
@@ -135,7 +137,9 @@ class PreprocessingConfig(Config):
         if "resize" in given and "crop" in given and (fault := border_fault(given["resize"], given["crop"])):
             raise ValueError(fault.format("", ""))
         if "mean" in given and "std" in given and len(given["mean"]) != len(given["std"]):
-            raise ValueError(f"mean has {len(given['mean'])} numbers and std {len(given['std'])}; give as many")
+            raise ValueError(
+                f"mean has {len(given['mean'])} numbers and std {len(given['std'])}; give equal numbers of both"
+            )
         channels = next((len(given[part]) for part in ("mean", "std") if part in given), 3)
         others = {"resize": 1 << 16, "crop": (1, 1), "mean": (0.0,) * channels, "std": (1.0,) * channels}
         try:

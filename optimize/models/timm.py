@@ -43,7 +43,7 @@ def timm_source(name: str) -> ModelSource:
         warnings.simplefilter("ignore")
         import timm
     if not name.strip() or ":" in name or not timm.is_model(name):
-        where = "; models of the hub are not downloaded" if ":" in name or "/" in name else ""
+        where = "; models are not downloaded from the hub" if ":" in name or "/" in name else ""
         raise UserError(f"timm has no model {name!r}{did_you_mean(name.partition('.')[0], timm.list_models())}{where}")
     try:
         wanted = timm.get_pretrained_cfg(name)
@@ -79,8 +79,8 @@ def refuse_named_weights(source: ModelSource) -> UserError:
     wanted = timm.get_pretrained_cfg(source.name)
     hub = f" (huggingface.co/{wanted.hf_hub_id})" if wanted is not None and wanted.hf_hub_id else ""
     return UserError(
-        f"{source.reference}: timm's weights would have to be downloaded{hub}; give their file by --checkpoint; "
-        f"their preprocessing comes with the model's name"
+        f"{source.reference}: weights of timm are not downloaded{hub}; give their file with --checkpoint. The "
+        "preprocessing follows from the model's name"
     )
 
 
@@ -107,9 +107,9 @@ def _preprocessing(name: str, wanted: Any) -> Preprocessing:
 
 def _words(wanted: Any) -> str:
     tag = f"{wanted.architecture}.{wanted.tag}" if wanted.tag else wanted.architecture
-    other = [f"crop_mode {wanted.crop_mode!r} taken as 'center'"] if wanted.crop_mode not in _CROPS else []
+    other = [f"crop_mode {wanted.crop_mode!r} replaced by 'center'"] if wanted.crop_mode not in _CROPS else []
     if wanted.interpolation not in get_args(Interpolation):
-        other.append(f"interpolation {wanted.interpolation!r} taken as 'bicubic'")
+        other.append(f"interpolation {wanted.interpolation!r} replaced by 'bicubic'")
     return f"timm's pretrained_cfg of {tag}" + (f", {', '.join(other)}" if other else "")
 
 

@@ -29,10 +29,10 @@ def torchvision_source(name: str) -> ModelSource:
     known = models.list_models(module=models)
     if name not in known:
         if name in models.list_models():
-            raise UserError(f"{name} is a torchvision model, but not an image classifier of floating-point kind")
+            raise UserError(f"{name} is a torchvision model, but not a floating-point image classifier")
         raise UserError(
-            f"there is no torchvision classifier {name!r}{did_you_mean(name, known)}; timm's are timm:NAME, "
-            "your own model is path/to/file.py:FACTORY or package.module:FACTORY"
+            f"there is no torchvision classifier {name!r}{did_you_mean(name, known)}; write timm:NAME for timm, "
+            "and path/to/file.py:FACTORY or package.module:FACTORY for your own model"
         )
     weights = models.get_model_weights(name).DEFAULT
     min_size, multiple = max(weights.meta.get("min_size", (1, 1))), 1
@@ -48,7 +48,7 @@ def torchvision_source(name: str) -> ModelSource:
         name=name,
         fingerprint=f"torchvision/{torchvision.__version__}/{name}",
         preprocessing=_transforms(weights),
-        declared_by=f"torchvision's weights {weights.name}, the default ones",
+        declared_by=f"torchvision's default weights, {weights.name}",
         min_size=min_size,
         size_multiple=multiple,
         origin="torchvision",
@@ -83,7 +83,9 @@ def recognised(source: ModelSource, sha256: str) -> ModelSource:
         digest = _digest(str(entry.url))
         if digest is not None and sha256.startswith(digest):
             found = with_weights(source, entry.name)
-            return dataclasses.replace(found, declared_by=f"{found.declared_by}, known by the checkpoint's SHA-256")
+            return dataclasses.replace(
+                found, declared_by=f"{found.declared_by}, recognized by the SHA-256 of the checkpoint"
+            )
     return source
 
 
@@ -101,8 +103,8 @@ def download(source: ModelSource, weights: str) -> Path:
             torch.hub.download_url_to_file(url, str(path), _digest(url), progress=sys.stderr.isatty())
         except (OSError, RuntimeError) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
             raise UserError(
-                f"{source.name}: the weights {weights} cannot be downloaded ({first_line(error)}); "
-                f"without a network their file must lie at {path}"
+                f"{source.name}: the weights {weights} cannot be downloaded ({first_line(error)}); without a "
+                f"network, put their file at {path}"
             ) from None
     return path
 

@@ -64,8 +64,8 @@ def load_pickle(path: Path, head: bytes, *, trust: bool, home: types.ModuleType 
                 return torch.load(path, weights_only=True, **how)
     except _LacksClassError as error:
         raise UserError(
-            f"{path}: {error}; let the model be the file that defines it (path/to/file.py:FACTORY), or save "
-            "model.state_dict() and give that"
+            f"{path}: {error}; give the file that defines the class as the model (path/to/file.py:FACTORY), or "
+            "save model.state_dict() and give that"
         ) from None
     except Exception as error:  # noqa: BLE001 - unpicklers raise KeyError, IndexError, EOFError, UnicodeError …
         raise _explained(error, path, head, trust=trust) from None
@@ -85,7 +85,7 @@ def _pickle_with(home: types.ModuleType | None) -> Any:
                 for part in name.split("."):
                     found = getattr(found, part, None)
                 if found is None:
-                    raise _LacksClassError(f"it needs {module}.{name}, which is not to be found here") from None
+                    raise _LacksClassError(f"it needs {module}.{name}, which cannot be found here") from None
                 return found
 
     def load(file: Any, **options: Any) -> Any:
@@ -97,10 +97,10 @@ def _pickle_with(home: types.ModuleType | None) -> Any:
 def _explained(error: Exception, path: Path, head: bytes, *, trust: bool) -> UserError:
     """Explain in the user's terms why a file cannot be read."""
     text = re.sub(r"\x1b\[\d*m", "", str(error))
-    opt_in = f"if you trust where the file comes from, add {TRUST_FLAG}"
+    opt_in = f"if you trust the source of the file, add {TRUST_FLAG}"
     if not trust and (match := re.search(r"GLOBAL ([\w.]+)", text)):
         return UserError(
-            f"{path}: is not only weights, loading it would run code: it needs the Python object "
+            f"{path}: contains more than weights, so loading it would run code: it needs the Python object "
             f"{match.group(1)}; {opt_in}"
         )
     if not head.startswith((b"PK\x03\x04", _LEGACY_MAGIC)):
@@ -119,5 +119,5 @@ def _unlike_torch(text: str, head: bytes, opt_in: str) -> str:
     if "legacy .tar" in text:
         return f"torch's tar format of 2016 loads only by running code; {opt_in}"
     if head[8:9] == b"{":  # after eight bytes of its length
-        return "looks like a safetensors file; let its name end in .safetensors"
+        return "looks like a safetensors file; rename it to end in .safetensors"
     return "is not a PyTorch checkpoint (nor does it end in .safetensors)"

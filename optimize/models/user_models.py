@@ -42,12 +42,12 @@ def user_source(reference: str) -> ModelSource:
     try:
         module = import_module(neighbourhood)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        raise UserError(f"{where}: does not import: {one_line(error)}") from None
+        raise UserError(f"{where}: cannot be imported: {one_line(error)}") from None
     factory = getattr(module, attribute, None)
     if not callable(factory):
         there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         mine = [n for n in there if getattr(vars(module)[n], "__module__", None) == module.__name__]
-        listed = ", ".join(sorted(mine or there)[:12]) or "nothing that can be called"
+        listed = ", ".join(sorted(mine or there)[:12]) or "nothing callable"
         raise UserError(
             f"{where}: has no function or class {attribute!r}{did_you_mean(attribute, mine)}; it has {listed}"
         )
@@ -84,7 +84,7 @@ def _neighbourhood(where: str) -> Neighbourhood:
     is_file = where.endswith(".py") or "/" in where
     path = expanded(where)
     if is_file and not path.is_file():
-        raise UserError(f"{path}: there is no such file; a model of your own is path/to/file.py:FACTORY")
+        raise UserError(f"{path}: there is no such file; write your own model as path/to/file.py:FACTORY")
     if is_file and path.suffix != ".py":
         raise UserError(f"{path}: is not a Python file (its name must end in .py)")
     try:

@@ -62,7 +62,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, path: Path) -> tuple[str
         fit = _of_others(model, checkpoint, path) or fit
     if fit.faults:
         note = f" ({'; '.join(fit.notes)})" if fit.notes else ""
-        all_of = "" if checkpoint.sure else f", by none of {listed(checkpoint.others, 4)}"
+        all_of = "" if checkpoint.sure else f", with none of {listed(checkpoint.others, 4)}"
         raise UserError(f"{path}: does not fit the model{note}{all_of}: {'; '.join(fit.faults)}")
     model.load_state_dict(fit.state)
     return fit.notes
@@ -75,7 +75,7 @@ def _of_others(model: nn.Module, checkpoint: Checkpoint, path: Path) -> _Fit | N
     fits = {place: fit for place, fit in tried if not fit.faults}
     if len(fits) > 1:
         ways = " or ".join(f"{WEIGHTS_KEY} {place}" for place in fits)
-        raise UserError(f"{path}: holds {len(fits)} state dicts that fit the model; say which to take: {ways}")
+        raise UserError(f"{path}: contains {len(fits)} state dicts that fit the model; choose one: {ways}")
     for place, fit in fits.items():
         return replace(fit, notes=(f"the weights of {place!r} are used, the only ones that fit", *fit.notes))
     return None
@@ -119,11 +119,11 @@ def _whole(names: Names, targets: Names) -> tuple[dict[str, str], str]:
     on = _best(_prefixes(targets, names))
     if off and off[1] > as_it_is and all(name.startswith(off[0]) for name in names):
         renamed = {name: name.removeprefix(off[0]) for name in names}
-        note = f"the prefix {off[0]!r} of its names is left out"
+        note = f"the prefix {off[0]!r} of its names is removed"
     elif on and on[1] > as_it_is and all(target.startswith(on[0]) for target in targets):
         renamed = {name: on[0] + name for name in names}
         # The model itself may have one child called ``module``: then the prefix was no wrapper's.
-        note = "" if on[0] in PREFIXES else f"the prefix {on[0]!r} is put before its names"
+        note = "" if on[0] in PREFIXES else f"the prefix {on[0]!r} is added to its names"
     return {names[name]: targets.get(new, new) for name, new in renamed.items()}, note
 
 
@@ -155,7 +155,7 @@ def _best(prefixes: Counter[str]) -> tuple[str, int] | None:
 def _judged(model: nn.Module, state: State, own: State, names: Names, note: str) -> _Fit:
     """Check whether a state dict can be loaded under a module's names, and what is left out of it."""
     fitted, left = _fitted({name: state[key] for key, name in names.items()}, own)
-    notes = (*filter(None, [note]), *([f"left out of it: {listed(left)}"] if left else []))
+    notes = (*filter(None, [note]), *([f"left out: {listed(left)}"] if left else []))
     # A module's own extra state besides tensors (`get_extra_state`) stays as it is built.
     extra = {key: value for key, value in model.state_dict().items() if key not in own}
     told = _versions(getattr(state, "_metadata", None), names)
@@ -239,7 +239,7 @@ def _faults(state: State, own: State) -> list[str]:
         shapes = [f"{key} (file {tuple(state[key].shape)}, model {tuple(own[key].shape)})" for key in misshaped]
         faults.append(_explained_head(state, own, misshaped) or f"{len(shapes)} of another shape: {listed(shapes)}")
         if any("pos_embed" in key for key in misshaped):
-            faults.append("position embeddings differ in shape if the images did in size (see the image size)")
+            faults.append("position embeddings have another shape if the model was trained with another image size")
     if integers:
         kinds = [f"{key} ({str(state[key].dtype).removeprefix('torch.')})" for key in integers]
         faults.append(f"{len(kinds)} are integers where the model has floating-point weights: {listed(kinds)}")
@@ -255,7 +255,7 @@ def _that_would_fit(state: State, own: State) -> list[str]:
     """Name the prefixes under which ``state`` has all that the model needs, besides other things."""
     needed = {key for key in own if not key.endswith("num_batches_tracked")}
     if needed and all(key in state and state[key].shape == own[key].shape for key in needed):
-        return ["what the model needs is there and fits, beside what it does not know"]
+        return ["everything that the model needs is there and fits, but there are unknown tensors"]
     counts = _prefixes(state, {key: own[key] for key in needed})
     whole = sorted(prefix for prefix, count in counts.items() if count == len(needed))
     fitting = [prefix for prefix in whole if all(state[prefix + key].shape == own[key].shape for key in needed)]

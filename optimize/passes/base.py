@@ -112,7 +112,7 @@ def register(entry: Pass[C]) -> Pass[C]:
     if any(entry.config is other.config for other in _REGISTRY.registered()):
         raise ValueError(f"a pass with config {entry.config.__name__} is registered already")
     if entry.yields in EAGER and entry.rebuild is None and entry.resize is None:
-        raise ValueError(f"the pass {entry.name!r} yields modules: it must say how one is rebuilt (rebuild=…)")
+        raise ValueError(f"the pass {entry.name!r} yields modules: it must define how to rebuild one (rebuild=…)")
     return _REGISTRY.register(entry, defined_at(entry.config))
 
 
@@ -153,5 +153,5 @@ def pass_of(config: Config) -> Pass[Any]:
         if kind is entry.config:
             return entry
         if defined_at(kind) == defined_at(entry.config):
-            raise UserError(f"{kind.__name__} was defined again since these settings were made; make them again")
+            raise UserError(f"{kind.__name__} was redefined after these settings were made; make them again")
     raise UserError(f"{type(config).__name__} is not the config of a pass")

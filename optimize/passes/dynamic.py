@@ -31,7 +31,7 @@ class Dynamic(Gate):
     """Settings of ``dynamic``."""
 
     per_channel: bool = Field(
-        default=True, description="one weight scale per output of a linear layer instead of one per layer"
+        default=True, description="use one weight scale per output of a linear layer instead of one per layer"
     )
 
 

@@ -48,7 +48,9 @@ def _apply(parent: Artifact, config: Equalize, context: Context, folder: Path) -
     example = context.example(16)
     module, found = _bounded(parent.module(), example)
     if not found:
-        raise NotApplicableError("equalize finds no two layers with only a ReLU between them; fuse folds norms first")
+        raise NotApplicableError(
+            "equalize found no two layers with only a ReLU between them; run fuse first to fold batch norms"
+        )
     effects = equalize(module, found)
     with torch.no_grad():
         expected, actual = parent.module()(example), module(example)
@@ -70,7 +72,7 @@ def _apply(parent: Artifact, config: Equalize, context: Context, folder: Path) -
 EQUALIZE = register(
     Pass(
         name="equalize",
-        summary="scale neighbouring layers' channels to like ranges, for int8 with one scale a tensor",
+        summary="scale the channels of neighbouring layers to similar ranges, for int8 with one scale per tensor",
         config=Equalize,
         accepts=frozenset({"module"}),
         yields="module",

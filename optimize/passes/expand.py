@@ -37,12 +37,12 @@ class Expand(Config):
 
     branches: Kind = Field(
         default="repvgg",
-        description="what stands beside each 3x3 convolution: repvgg (1x1, and a norm alone where the shape stays) or "
-        "acnet (1x3 and 3x1)",
+        description="branches to add to each 3x3 convolution: repvgg (1x1, and a norm if the shape stays the same) "
+        "or acnet (1x3 and 3x1)",
     )
     train: TrainingConfig | None = Field(
         default=None,
-        description="how the expanded network is trained here: settings as of the baseline; by default not at all",
+        description="settings for training the expanded network, as for the baseline; by default it is not trained",
     )
     tolerance: float = Field(
         default=1e-4,
@@ -145,7 +145,7 @@ def _apply(parent: Artifact, config: Expand, context: Context, folder: Path) -> 
     example = context.example(16)
     module, count = expand_module(parent.module(), config.branches, example)
     if not count:
-        raise NotApplicableError("expand finds no plain 3x3 convolution with a border of one zero")
+        raise NotApplicableError("expand found no plain 3x3 convolution with a padding of 1")
     with torch.no_grad():
         expected, actual = parent.module()(example), module(example)
     require_alike(actual, expected, config.tolerance, "expand")
@@ -171,7 +171,7 @@ def _resize(module: nn.Module, example: torch.Tensor, structure: Mapping[str, An
 EXPAND = register(
     Pass(
         name="expand",
-        summary="put branches beside 3x3 convolutions, to train with and to merge",
+        summary="add branches to 3x3 convolutions, to train with and to merge later",
         config=Expand,
         accepts=frozenset({"module"}),
         yields="module",

@@ -37,7 +37,7 @@ def _apply(parent: Artifact, config: FineTune, context: Context, folder: Path) -
 FINE_TUNE = register(
     Pass(
         name="fine-tune",
-        summary="train a float network on, such as a checkpoint from other images",
+        summary="continue to train a float network, such as a checkpoint from other images",
         config=FineTune,
         accepts=frozenset({"module"}),
         yields="module",

@@ -54,8 +54,8 @@ def _apply(parent: Artifact, config: Merge, context: Context, folder: Path) -> P
     module, merged = _merged(parent.module(), example)
     if not merged:
         raise NotApplicableError(
-            "merge finds no parallel convolutions of one tensor whose sum is one convolution: of the same stride, "
-            "groups and channels, the largest kernel covering the others, each with weights and a norm of its own"
+            "merge found no parallel convolutions to merge: they must read one tensor with the same stride, groups "
+            "and channels, each with its own norm, under the largest kernel"
         )
     with torch.no_grad():
         expected, actual = parent.module()(example), module(example)
@@ -100,7 +100,7 @@ def peaked(layer: nn.Conv2d) -> float:
 MERGE = register(
     Pass(
         name="merge",
-        summary="fold parallel convolutions of one tensor (RepVGG, ACNet) into one",
+        summary="merge parallel convolutions of one tensor (RepVGG, ACNet) into one",
         config=Merge,
         accepts=frozenset({"module"}),
         yields="module",

@@ -29,13 +29,13 @@ class OnnxHalf(Config):
 
     io: Literal["float32", "float16"] = Field(
         default="float32",
-        description="dtype of the graph's output, and of its input if that is float; with float32 the graph casts, and "
-        "clients do not change",
+        description="dtype of the graph's output, and of its input if that is float; with float32 the graph casts, "
+        "so clients need no change",
     )
     input: GraphInput = Field(
         default_factory=lambda others: "float" if others.get("io") == "float16" else "uint8",
-        description="what the graph takes: uint8, pixels as they are, which it normalises itself, or float, normalised "
-        "floats of the dtype io; by default uint8, and float where io is float16",
+        description="input of the graph: uint8 (raw pixels, which the graph normalizes) or float (normalized pixels "
+        "of dtype io); by default uint8, and float if io is float16",
     )
     tolerance: float = Field(
         default=0.05,
@@ -46,7 +46,9 @@ class OnnxHalf(Config):
     @model_validator(mode="after")
     def _one_input(self) -> OnnxHalf:
         if self.io == "float16" and self.input == "uint8":
-            raise ValueError("io=float16 is for input=float; with input=uint8 the graph takes pixels and gives float32")
+            raise ValueError(
+                "io=float16 needs input=float; with input=uint8 the graph reads pixels and returns float32"
+            )
         return self
 
 

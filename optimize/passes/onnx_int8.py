@@ -44,23 +44,23 @@ class OnnxInt8(TakesPixels, Gate):
         default=0.3,
         gt=0,
         le=1,
-        description="largest file, as a share of the bytes of the float weights (beyond 256 KiB of graph structure "
-        "and the weights that torch.ao leaves in float)",
+        description="largest file size, as a share of the bytes of the float weights; 256 KiB of graph structure and "
+        "the weights that torch.ao leaves in float come on top",
     )
     min_sqnr: float = Field(
         default=6.0,
-        description="least signal-to-noise ratio of the logits in dB, against the parent's integers in exact "
-        "arithmetic on 32 training images; below it the stage fails; 25 to 50 are usual",
+        description="lowest allowed signal-to-noise ratio of the logits in dB, against the parent's integers in "
+        "exact arithmetic on 32 training images. Usual values are 25 to 50",
     )
     exact_sums: bool = Field(
         default=False,
-        description="whether OpenVINO rounds what a residual sum adds, as the graph says, and does not make the sum a "
-        "part of a convolution: its answers are those of the integers, and take longer; for CPUs",
+        description="whether OpenVINO keeps residual sums as the graph has them, instead of fusing them into a "
+        "convolution: the answers are exact, but slower; for CPUs",
     )
     half: tuple[str, ...] = Field(
         default=(),
-        description="names of layers that the parent left in float, whose weights are stored in FP16, and that are "
-        "computed in it by executions with such kernels; CPU engines compute them in FP32",
+        description="names of float layers whose weights are stored in FP16; engines with FP16 kernels compute them "
+        "in FP16, CPU engines in FP32",
     )
 
 
@@ -70,7 +70,7 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
     path = folder / "model.onnx"
     target = target_named(cast("TargetName", parent.card.target))
     if config.exact_sums and not target.packed:
-        raise PassError(f"onnx-int8: exact_sums is for graphs for CPUs, and these integers are for {target.name}")
+        raise PassError(f"onnx-int8: exact_sums is for graphs for CPUs, but these integers are for {target.name}")
     summary = lower(
         program,
         graph_input(context, config.input, 4),

@@ -28,31 +28,29 @@ class OnnxPacked(Config):
 
     smallest: Smallest = Field(
         default="int4",
-        description="smallest type that weights are stored in; int2 (ternary, binary and 2-bit weights) asks for "
-        "engines that read ONNX's opset 25",
+        description="smallest type for stored weights; int2 (ternary, binary and 2-bit weights) needs engines that "
+        "read ONNX opset 25",
     )
 
 
 def _apply(parent: Artifact, config: OnnxPacked, context: Context, folder: Path) -> Product:
     if parent.card.target == TENSORRT:
         raise NotApplicableError(
-            "onnx-packed is for CPUs' graphs: TensorRT reads weights of int8 from its own quantizers"
+            "onnx-packed is for graphs for CPUs: TensorRT reads int8 weights from its own quantizers"
         )
     model = onnx.load(str(parent.path))
     packed = pack_weights(model, config.smallest)
     if set(packed.weights) <= {8}:
         raise NotApplicableError(
-            "no weight of this graph fits into 4 bits: ptq-lowbit and qat-lowbit make such, of weight_bits 4 and fewer "
-            "(weight_quantizer dorefa of 3 and fewer, ttq none)"
+            "no weight of this graph fits into 4 bits; use ptq-lowbit or qat-lowbit with at most 4 weight_bits "
+            "(dorefa at most 3, ttq never fits)"
         )
     path = folder / parent.card.file
     onnx.checker.check_model(packed.model, full_check=True)
     onnx.save(packed.model, str(path))
     found = {finding.rule for finding in lint(packed.model, LINTED[str(parent.card.target)])}
     if worse := found - {finding.rule for finding in lint(model, LINTED[str(parent.card.target)])}:
-        raise PassError(
-            f"packed graph: the linter finds what the graph did not have before: {', '.join(sorted(worse))}"
-        )
+        raise PassError(f"packed graph: the linter reports new findings: {', '.join(sorted(worse))}")
     images = graph_input(context, "uint8" if parent.card.input_dtype == "uint8" else "float", IMAGES)
     before, after = as_outputs(run_onnx(parent.path, images)), as_outputs(run_onnx(path, images))
     differences = [float((one - other).abs().max()) for one, other in zip(before, after, strict=True)]
@@ -79,7 +77,7 @@ def _apply(parent: Artifact, config: OnnxPacked, context: Context, folder: Path)
 ONNX_PACKED = register(
     Pass(
         name="onnx-packed",
-        summary="int8 ONNX graph whose weights of few bits are stored in 4 or 2 bits, and run as int8",
+        summary="int8 ONNX graph that stores low-bit weights in 4 or 2 bits and runs as int8",
         config=OnnxPacked,
         accepts=frozenset({"onnx-int8"}),
         yields="onnx-int8",

@@ -51,46 +51,49 @@ class PruneChannels(Pruning):
 
     latency: Latency | None = Field(
         default=None,
-        description="in place of macs, the share of the time that may stay, as it is measured: {share: 0.6, execution: "
-        "openvino, batch: 1}",
+        description="instead of macs: the share of the measured time that may remain, such as "
+        "{share: 0.6, execution: openvino, batch: 1}",
     )
     macs: float | None = Field(
         default_factory=_half,
         gt=0,
         lt=1,
-        description="share of the network's multiply-accumulates that may stay; 0.5 where latency is not given either",
+        description="share of the network's multiply-accumulates that may remain; 0.5 if latency is not set either",
     )
     criterion: Criterion = Field(
         default="group",
-        description="what a channel is worth: l1 or l2 (norm of its filters), group (of all weights that go with it), "
-        "bn (scale of its norm) or taylor (first order of the loss, on training images)",
+        description="importance of a channel: l1 or l2 (norm of its filters), group (norm of all its weights), bn "
+        "(scale of its norm) or taylor (first-order change of the loss)",
     )
     spread: Spread = Field(
         default="global",
         description="how removal is spread: global (one threshold for all layers) or uniform (the same share of each)",
     )
     round_to: int = Field(
-        default=8, ge=1, description="numbers of channels are multiples of this: 8 suits int8 kernels, 16 float ones"
+        default=8,
+        ge=1,
+        description="numbers of channels are rounded to multiples of this: 8 suits int8 kernels, 16 "
+        "suits float kernels",
     )
-    min_width: int = Field(default=8, ge=1, description="fewest channels that a layer may be left with")
-    steps: int = Field(default=1, ge=1, description="prunings, each followed by a fine-tuning, that share the removal")
+    min_width: int = Field(default=8, ge=1, description="minimum number of channels in a layer")
+    steps: int = Field(default=1, ge=1, description="number of pruning steps; each is followed by a fine-tuning")
     sparsify: Sparsifying | None = Field(
         default=None,
-        description="a training before the first pruning, with a pull that makes channels worth little: settings of a "
-        "training, pull (group or bn) and strength; by default none",
+        description="a training before the first pruning that makes channels unimportant: settings of a training, "
+        "pull (group or bn) and strength; by default none",
     )
-    images: int = Field(default=256, ge=1, description="training images that taylor's gradients are of")
+    images: int = Field(default=256, ge=1, description="number of training images for the gradients of taylor")
     tolerance: float = Field(
         default=1e-3,
         gt=0,
-        description="largest allowed difference of any logit to those of the network in which the removed channels are "
-        "there and nothing reads them, relative to the largest",
+        description="largest allowed difference of any logit, relative to the largest, from the network that has the "
+        "removed channels but does not read them",
     )
 
     @model_validator(mode="after")
     def _one_measure(self) -> PruneChannels:
         if (self.latency is None) == (self.macs is None):
-            raise ValueError("how much may stay is said by macs or by latency, and by one of them")
+            raise ValueError("set exactly one of macs and latency")
         return self
 
 
@@ -99,7 +102,7 @@ def _grouped(module: fx.GraphModule, example: torch.Tensor, config: PruneChannel
 
     def gathered(without: Mapping[str, str]) -> Grouping:
         channels = channels_of(module, example)
-        whole = {name: "they are to be kept" for name in channels.layers if kept & set(around(name))}
+        whole = {name: "they must be kept" for name in channels.layers if kept & set(around(name))}
         return group(channels, {**without, **whole})
 
     found = gathered({})
@@ -138,10 +141,10 @@ class _Arithmetic:
             config, rounding = self._config, _rounding(self._config)
             fewest = others + costs.macs([rounding.nearest(0, each) for each in grouping.groups])
             raise PassError(
-                f"prune-channels: at most {_millions(most)} multiply-accumulates were to stay (macs={config.macs:g}), "
-                f"and with the fewest channels that round_to={config.round_to} and min_width={config.min_width} allow "
-                f"there are {_millions(fewest)}; {len(grouping.kept)} of {len(grouping.channels.layers)} layers are "
-                "left whole"
+                f"prune-channels: at most {_millions(most)} multiply-accumulates may remain "
+                f"(macs={config.macs:g}), but round_to={config.round_to} and min_width={config.min_width} allow no "
+                f"fewer than {_millions(fewest)}; {len(grouping.kept)} of {len(grouping.channels.layers)} layers "
+                "are not pruned"
             )
         return stay
 
@@ -238,7 +241,7 @@ def _require_same(module: nn.Module, whole: nn.Module, example: torch.Tensor, to
             expected, actual = whole(example), module(example)
     except RuntimeError as error:
         raise PassError(f"prune-channels: the smaller network does not run: {str(error).splitlines()[0]}") from None
-    of = "those of the network in which nothing reads the removed channels"
+    of = "the network that does not read the removed channels"
     require_alike(actual, expected, tolerance, "prune-channels", of)
 
 
@@ -267,7 +270,7 @@ def _millions(count: float) -> str:
 PRUNE_CHANNELS = register(
     Pass(
         name="prune-channels",
-        summary="remove channels, with all that belongs to them, and train what is left",
+        summary="remove channels and everything that depends on them, and train the remaining network",
         config=PruneChannels,
         accepts=frozenset({"module"}),
         yields="module",

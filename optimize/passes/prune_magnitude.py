@@ -26,12 +26,13 @@ class PruneMagnitude(Pruning):
         default=0.7, gt=0, lt=1, description="share of the weights of convolutions and linear layers that become zero"
     )
     scope: Scope = Field(
-        default="global", description="among which weights the smallest are looked for: global (all layers') or layer"
+        default="global", description="scope in which the smallest weights are chosen: global (all layers) or layer"
     )
     steps: int = Field(
         default=1,
         ge=1,
-        description="prunings, each followed by a training, which take the same share of the weights that are left",
+        description="number of pruning steps, each followed by a training; each removes the same share of the "
+        "remaining weights",
     )
 
 
@@ -39,7 +40,7 @@ def _apply(parent: Artifact, config: PruneMagnitude, context: Context, folder: P
     module = parent.module()
     weights = weighted(module, kept_by(module, config))
     if not weights:
-        raise NotApplicableError("this model has no weights of convolutions or linear layers but those that are kept")
+        raise NotApplicableError("this model has no convolution or linear layer that may be pruned")
     shares = (1 - (1 - config.sparsity) ** (step / config.steps) for step in range(1, config.steps + 1))
     rounds = [functools.partial(smallest, weights, share, config.scope) for share in shares]
     return write_zeroed(module, rounds, config.train, context, folder)

@@ -23,8 +23,8 @@ from serve.runtime.errors import listed
 class PruneNm(Pruning):
     """Settings of ``prune-nm``."""
 
-    n: int = Field(default=2, ge=1, description="weights that stay of every m")
-    m: int = Field(default=4, ge=2, description="neighbouring input channels that are looked at together")
+    n: int = Field(default=2, ge=1, description="number of weights to keep of every m")
+    m: int = Field(default=4, ge=2, description="size of a group of neighbouring input channels")
 
     @model_validator(mode="after")
     def _fewer(self) -> PruneNm:

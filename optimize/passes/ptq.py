@@ -39,8 +39,8 @@ class Ptq(Static):
 
     front_end: Literal["fx", "pt2e"] = Field(
         default="fx",
-        description="what puts quantizers into the network: fx (torch.ao's graph mode, which torch calls deprecated), "
-        "or pt2e (torchao's, its successor; needs the extra pt2e). The integers are the same; of pt2e there is no "
+        description="front end that inserts the quantizers: fx (torch.ao graph mode, deprecated by torch) or pt2e "
+        "(its successor in torchao; needs the extra pt2e). The integers are the same. pt2e has no "
         "program for torch's own kernels, no target tensorrt, no adaround and no bias_correction",
     )
 
@@ -62,7 +62,7 @@ def _pt2e(load: Callable[[], nn.Module], config: Ptq, chosen: Chosen, example: t
     def write(prepared: fx.GraphModule, folder: Path) -> Product:
         form = program_form(prepared, example)
         round_biases(form)
-        product = write_reference(form, example, target, folder, "PT2E makes no program for torch's kernels")
+        product = write_reference(form, example, target, folder, "PT2E has no program for torch's kernels")
         return dataclasses.replace(product, notes=(*product.notes, *left_in_float(prepared)))
 
     return FrontEnd(observed, simulated_program, watched_layers, weighted_layers, write)

@@ -26,18 +26,19 @@ class PtqLowbit(LowBits, Static):
     """Settings of ``ptq-lowbit``."""
 
     weight_observer: WeightObserver = Field(
-        default="mse", description="how far a weight's range reaches: minmax (all of it), percentile (99.99), mse"
+        default="mse", description="how weight ranges are found: minmax (all of it), percentile (99.99), mse"
     )
     min_sqnr: float = Field(
         default=0.0,
-        description="least signal-to-noise ratio of the logits in dB on 32 training images, against the float parent; "
-        "0 is as much noise as signal: at 4 bits 8 to 15 are usual, below them often less than 3",
+        description="lowest allowed signal-to-noise ratio of the logits in dB on 32 training images, against the "
+        "float parent. Usual values are 8 to 15 at 4 bits, and often below 3 at fewer; 0 means as much noise "
+        "as signal",
     )
 
     @model_validator(mode="after")
     def _rounds_to_neighbours(self) -> PtqLowbit:
         if self.weight_bits == 1 and self.rounding == "adaround":
-            raise ValueError("rounding adaround needs weight_bits 2 to 8: of 1 bit there is nothing between -1 and 1")
+            raise ValueError("rounding adaround needs weight_bits 2 to 8: 1 bit has no value between -1 and 1")
         return self
 
 
@@ -72,7 +73,7 @@ def _apply(parent: Artifact, config: PtqLowbit, context: Context, folder: Path) 
 PTQ_LOWBIT = register(
     Pass(
         name="ptq-lowbit",
-        summary="static quantization to 1 to 7 bits, calibrated on training images, run by int8 kernels",
+        summary="static quantization to 1 to 7 bits, calibrated on training images; int8 kernels run it",
         config=PtqLowbit,
         accepts=frozenset({"module"}),
         yields="quantized",

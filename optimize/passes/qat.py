@@ -47,12 +47,12 @@ class Qat(TrainingConfig, Choices):
 
     model_config = ConfigDict(title="Qat")
 
-    epochs: int = Field(default=3, ge=1, description="passes over the training images")
+    epochs: int = Field(default=3, ge=1, description="number of passes over the training images")
     learning_rate: float = Field(
         default_factory=by_optimizer(sgd=0.002, adamw=2e-5),
         gt=0,
-        description="peak learning rate; fused networks, without norms, diverge at much higher ones; by default 0.002 "
-        "for sgd and 0.00002 for adamw",
+        description="peak learning rate; by default 0.002 for sgd and 0.00002 for adamw. Fused networks have no "
+        "norms and diverge at much higher rates",
     )
     freeze_norms_at: int = Field(
         default_factory=lambda others: others.get("epochs", 3),
@@ -67,22 +67,22 @@ class Qat(TrainingConfig, Choices):
     images: int = Field(
         default=256,
         ge=1,
-        description="training images that the ranges start from, before the first step, as the float network has them",
+        description="number of training images that calibrate the ranges before the first step",
     )
     observer: Observer = Field(
         default="moving-average",
-        description="how the ranges that training starts from are found, as in ptq",
+        description="how the initial ranges are found, as in ptq",
     )
     range_horizon: int = Field(
         default=100,
         ge=1,
-        description="steps that an activation's range looks back over; the past fades exponentially",
+        description="number of steps that an activation range averages over, with exponential decay",
     )
 
     @field_validator("overrides")
     @classmethod
     def _of_activations(cls, overrides: dict[str, Override]) -> dict[str, Override]:
-        of_activations(overrides, "qat trains with a scale for each output channel")
+        of_activations(overrides, "qat uses one scale per output channel")
         return overrides
 
     @model_validator(mode="after")

@@ -46,19 +46,19 @@ class QatLowbit(TrainingConfig, LowBitTraining):
 
     model_config = ConfigDict(title="QatLowbit")
 
-    epochs: int = Field(default=8, ge=1, description="passes over the training images")
+    epochs: int = Field(default=8, ge=1, description="number of passes over the training images")
     learning_rate: float = Field(
         default_factory=by_optimizer(sgd=0.01, adamw=1e-4),
         gt=0,
-        description="peak learning rate, of steps and ends that are learned, too; by default 0.01 for sgd and 0.0001 "
-        "for adamw",
+        description="peak learning rate, also for learned steps and bounds; by default 0.01 for sgd and 0.0001 for "
+        "adamw",
     )
     images: int = Field(
         default=256,
         ge=1,
-        description="training images that inputs' grids start from, and that int8 ranges are calibrated on afterwards",
+        description="number of training images that initialize the input grids and calibrate int8 ranges afterwards",
     )
-    observer: Observer = Field(default="histogram", description=f"how the ranges that stay int8 are found: {MEANING}")
+    observer: Observer = Field(default="histogram", description=f"how the int8 ranges are found: {MEANING}")
 
 
 def _apply(parent: Artifact, config: QatLowbit, context: Context, folder: Path) -> Product:
@@ -114,8 +114,8 @@ def _check(build: Callable[[], nn.Module], config: QatLowbit) -> None:
     wide = config.weight_quantizer == "dorefa" and config.weight_bits == 7
     if wide and config.activation_bits == 8 and target.packed and target.weight_max <= WEIGHT_MAX:
         raise UserError(
-            f"dorefa of 7 bits has integers to 127, of which target {target.name} cannot sum products with activations "
-            "of 8 bits: set weight_bits to 6 or less, or activation_bits to 7 or less"
+            f"dorefa of 7 bits has integers up to 127, and target {target.name} cannot sum their products with "
+            "8-bit activations: set weight_bits to at most 6, or activation_bits to at most 7"
         )
 
 
@@ -130,7 +130,7 @@ def _on_grids(settled: Quantized) -> fx.GraphModule:
 QAT_LOWBIT = register(
     Pass(
         name="qat-lowbit",
-        summary="training with 1 to 7 bits (LSQ, PACT, DoReFa, ternary, binary), run by int8 kernels",
+        summary="training with 1 to 7 bits (LSQ, PACT, DoReFa, ternary, binary); int8 kernels run it",
         config=QatLowbit,
         accepts=frozenset({"module", "lowbit"}),
         yields="lowbit",

@@ -29,7 +29,7 @@ DEVIATION = "running deviation of the norm (mean over channels)"
 class Reestimate(Config):
     """Settings of ``reestimate``."""
 
-    images: int = Field(default=1024, ge=2, description="training images that are looked at, stratified by class")
+    images: int = Field(default=1024, ge=2, description="number of training images to use, stratified by class")
 
 
 def reestimate(module: nn.Module, context: Context, images: int) -> tuple[list[Effect], int]:
@@ -82,20 +82,20 @@ def _figures(norm: nn.Module) -> tuple[float, float]:
 def _apply(parent: Artifact, config: Reestimate, context: Context, folder: Path) -> Product:
     module = parent.module()
     if not any(_counts(layer) for layer in module.modules()):
-        raise NotApplicableError("this model has no batch norm with statistics; reestimate comes before fuse")
+        raise NotApplicableError("this model has no batch norm with statistics; put reestimate before fuse")
     effects, seen = reestimate(module, context, config.images)
     write_weights(module, folder)
     write_effects(effects, folder)
     file, file_format = write_program(module, context.example(), folder)
     norms = len(effects) // 2
-    note = f"statistics of {norms} batch norms measured anew on {seen} training images"
+    note = f"statistics of {norms} batch norms measured again on {seen} training images"
     return Product(file, file_format, parent.card.precision, notes=(note,))
 
 
 REESTIMATE = register(
     Pass(
         name="reestimate",
-        summary="measure the statistics of batch norms anew on training images",
+        summary="measure the statistics of batch norms again on training images",
         config=Reestimate,
         accepts=frozenset({"module"}),
         yields="module",

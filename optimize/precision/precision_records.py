@@ -123,7 +123,7 @@ class Found(Record):
         layers: number of layers that can be quantized.
         chose: number of images that chose.
         trials: every measured choice of precisions, in order.
-        pair: the chosen pair. None: nothing keeps the budget. ``execution`` runs it.
+        pair: the chosen pair. None: no trial meets the budget. ``execution`` runs it.
         bits: the chosen precision of every layer.
         p50: its latency.
         judged: its accuracy on the images that had no part in the choice.

@@ -51,29 +51,29 @@ class Search(Config):
     model_config = ConfigDict(title="")  # in messages, its settings are named as on the command line
 
     max_drop: float = Field(
-        default=0.005, ge=0, le=1, description="largest loss of top-1, as a fraction, on the images that choose"
+        default=0.005, ge=0, le=1, description="largest loss of top-1, as a fraction, on the images used for the choice"
     )
     max_latency_ms: float | None = Field(default=None, gt=0, description="longest median latency of one image, in ms")
     bits: tuple[int, ...] = Field(
         default=(8, 32),
-        description="precisions that layers may have: 8 (int8), 16 (FP16 weights, and arithmetic where an execution "
-        "has it), 32; 8 and at least one of the others",
+        description="allowed precisions of layers: 8 (int8), 16 (FP16 weights, and FP16 arithmetic if the engine "
+        "supports it) and 32; 8 and at least one other",
     )
     method: MethodName = Field(
         default="greedy",
-        description="how layers to leave in float are looked for: greedy (by their sensitivity in simulation) or "
-        "halving (delta debugging, without an order)",
+        description="how to search for the layers to keep in float: greedy (by simulated sensitivity) or halving "
+        "(delta debugging, without an order)",
     )
-    max_trials: int | None = Field(default=None, ge=1, description="most trials, of which the best is taken; None: all")
+    max_trials: int | None = Field(default=None, ge=1, description="maximum number of trials; None: no limit")
     execution: str | None = Field(
-        default=None, description="the engine that trials run by; None: that which runs int8 fastest"
+        default=None, description="engine for the trials; None: the one that runs int8 fastest"
     )
 
     @field_validator("bits")
     @classmethod
     def _some_of_three(cls, bits: tuple[int, ...]) -> tuple[int, ...]:
         if not {8} < set(bits) <= {8, 16, 32}:
-            raise ValueError(f"are 8 and at least one of 16 and 32, such as 8,32; not {','.join(map(str, bits))}")
+            raise ValueError(f"must be 8 and at least one of 16 and 32, such as 8,32; got {','.join(map(str, bits))}")
         return tuple(sorted(set(bits)))
 
     @field_validator("execution")

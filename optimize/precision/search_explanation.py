@@ -31,7 +31,7 @@ class Choice:
         float_is_pair: whether it is a pair, which can be packed and served.
         refused: pairs that do not keep the budget, by id, and why.
         beaten: int8 pairs that keep it and are slower than that execution, with their relative speed.
-        row: the chosen pair's artifact. None: nothing keeps the budget.
+        row: the chosen pair's artifact. None: no trial meets the budget.
         pair: the chosen pair.
         measured: its measurement.
         quickest: if nothing was chosen, the lowest latency of all, in ms, and its pair.

@@ -67,7 +67,7 @@ def sensitivity(
         PipelineError: the float graph cannot be made or measured.
     """
     if parent.kind != "module":
-        raise UserError(f"sensitivity is of a float module, and {parent.name} is none")
+        raise UserError(f"sensitivity needs a float module, and {parent.name} is not one")
     require_engine(execution)
     listener = session.context.listener
     layers = layers_of(parent, ptq, session.context)
@@ -168,7 +168,8 @@ def subject(artifact: Artifact, ptq: Ptq | None) -> tuple[Artifact, Ptq]:
         found = found.parent
     if found is None or found.kind != "module":
         raise UserError(
-            f"{artifact.name} cannot be looked at layer by layer: that takes a float module, or what ptq made of one"
+            f"{artifact.name} cannot be analysed layer by layer: that needs a float module, or an artifact that "
+            "ptq made from one"
         )
     return found, ptq or Ptq()
 

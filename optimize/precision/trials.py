@@ -196,7 +196,7 @@ def named(executions: Sequence[Execution], wanted: str | None, what: str) -> lis
     found = [execution for execution in executions if wanted in (None, execution.engine, execution_id(execution))]
     if not found:
         known = ", ".join(map(execution_id, executions))
-        raise UserError(f"there is no execution {wanted!r} of {what} here; use {known}")
+        raise UserError(f"no execution {wanted!r} of {what} works here; use {known}")
     return found
 
 

@@ -41,7 +41,7 @@ def peak(precision: str, reader: Reader, threads: int) -> Peak:
     try:
         rates = {side: side**3 / fastest(product(side, threads)) for side in _SIDES}
     except Exception as error:  # noqa: BLE001 - an engine may refuse in any way
-        return Peak(precision=precision, macs_per_s=None, how=f"{reader.name} does not multiply: {one_line(error)}")
+        return Peak(precision=precision, macs_per_s=None, how=f"{reader.name} cannot multiply: {one_line(error)}")
     side = max(rates, key=lambda side: rates[side])
     return Peak(precision=precision, macs_per_s=rates[side], how=f"{by} of {side} × {side} matrices")
 

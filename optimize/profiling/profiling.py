@@ -27,8 +27,8 @@ MOST_IMAGES: Final = 1024
 
 #: Why engines are not read.
 _UNREAD: Final = (
-    "it does not say what single layers take: its graph is compiled or recorded as a whole; "
-    "the same file by another engine can be profiled"
+    "it cannot time single layers, because its graph is compiled or recorded as a whole; profile the same file "
+    "with another engine"
 )
 
 
@@ -128,7 +128,7 @@ def _chosen(card: Card, wanted: str | Execution | None) -> list[Execution]:
     if wanted is None:
         found = executions_for(card)
         if not found:
-            raise UserError(f"{card.name}: no engine runs it on a CPU here, and profiles are of CPUs")
+            raise UserError(f"{card.name}: no engine runs it on a CPU here, and only CPUs can be profiled")
         return found
     entry = find_engine(wanted if isinstance(wanted, str) else wanted.engine)
     by = Execution(wanted, entry.devices[0]) if isinstance(wanted, str) else wanted

@@ -54,13 +54,15 @@ Removed = Callable[[Kept], set[int]]
 class Latency(Config):
     """A share of the network's time that may stay, and how to measure it."""
 
-    share: float = Field(gt=0, lt=1, description="share of the whole network's time that may stay")
+    share: float = Field(gt=0, lt=1, description="share of the whole network's time that may remain")
     execution: Wanted = Field(
-        description="what runs the networks: an engine's name, or a mapping such as {engine: openvino, threads: 1}"
+        description="engine that runs the networks: a name, or a mapping such as {engine: openvino, threads: 1}"
     )
     batch: int = Field(default=1, ge=1, description="images per call")
-    rounds: int = Field(default=7, ge=1, description="turns of each network; from 6 on, a share has a 95 % interval")
-    seconds: float = Field(default=0.2, gt=0, description="time of one turn of one network")
+    rounds: int = Field(
+        default=7, ge=1, description="measurements of each network; with 6 or more, a share has a 95 % interval"
+    )
+    seconds: float = Field(default=0.2, gt=0, description="length of one measurement of one network, in seconds")
 
     @property
     def by(self) -> Execution:
@@ -79,7 +81,7 @@ class Latency(Config):
         found = next((each for each in _FORMATS if each in opened), None)
         if found is None:
             raise UserError(
-                f"{self.by.engine} opens {' and '.join(opened)} files, and no float network as it is pruned"
+                f"{self.by.engine} opens {' and '.join(opened)} files, not the float networks that pruning makes"
             )
         return found
 
@@ -94,7 +96,7 @@ class Latency(Config):
         device, there = torch.device(self.by.device), torch.cuda.device_count()
         if device.type == "cuda" and (device.index or 0) >= there:
             raise UserError(
-                f"latency: {execution_id(self.by)} is to be timed on {device}, this machine has {there} CUDA devices"
+                f"latency: {execution_id(self.by)} cannot be timed on {device}: this machine has {there} CUDA devices"
             )
 
 
@@ -187,8 +189,8 @@ class Race:
             times[tuple(stay)] = again
         least = min(times.values(), key=lambda found: found.median)
         raise PassError(
-            f"prune-channels: {share:.3g} of the time of {self._words()} cannot be reached: the least that was "
-            f"measured, with as few channels as are allowed, is {_interval(least)}"
+            f"prune-channels: {share:.3g} of the time of {self._words()} cannot be reached: with the minimum "
+            f"number of channels it is {_interval(least)}"
         )
 
     def _known(self, module: fx.GraphModule, part: float) -> Path | None:
@@ -201,8 +203,8 @@ class Race:
         here = machine(torch.device(self._config.by.device))
         where = here["gpu"]["name"] if here["gpu"] else f"{here['cpu']}, {here['cores']} cores"
         return (
-            f"time of {self._words()}, norms folded: {_interval(found)} of the whole network's, {share:.3g} asked for; "
-            f"{tried} candidates were timed on {where}"
+            f"time of {self._words()}, norms folded: {_interval(found)} of the whole network's, {share:.3g} "
+            f"requested; {tried} candidates were timed on {where}"
         )
 
     def _words(self) -> str:

@@ -294,7 +294,7 @@ class _Propagation(fx.Interpreter):
         """Return labels that were moved with their values. If they spread over several dimensions, they must stay."""
         found = squeezed(labels)
         if len(channel_dims(found)) > 1:
-            reason = "they come to lie in two dimensions, as in a channel shuffle"
+            reason = "they are split over two dimensions, as in a channel shuffle"
             self.labels.keep(found, reason)
             return found.flatten()[:1].view([1] * found.ndim)
         return found

@@ -32,17 +32,19 @@ class Sparsifying(Retraining):
 
     model_config = ConfigDict(title="Sparsifying")
 
-    epochs: int = Field(default=3, ge=1, description="passes over the training images; the last epoch is kept")
+    epochs: int = Field(
+        default=3, ge=1, description="number of passes over the training images; the last epoch is kept"
+    )
     pull: Pull = Field(
         default="group",
-        description="on what: group (all weights that would be removed together, group lasso) or bn (scales of batch "
-        "norms, L1, as Network Slimming)",
+        description="what is penalized: group (all weights that would be removed together, group lasso) or bn "
+        "(scales of batch norms, L1, as in Network Slimming)",
     )
     strength: float = Field(
         default=1e-3,
         gt=0,
-        description="of the pull beside the loss: the gradient that it adds for a scale, or for a weight as large as "
-        "those of its channel are (root mean square)",
+        description="strength of the penalty: the gradient that it adds for a scale, or for a weight of average size "
+        "(root mean square) in its channel",
     )
 
 
@@ -145,7 +147,7 @@ def _penalty(module: fx.GraphModule, grouping: Grouping, config: Sparsifying) ->
         return GroupLasso(parts, count, config.strength)
     scales = [part for part in parts if part.parameter.removesuffix(".weight") in grouping.channels.norms]
     if not any(bool((part.units >= 0).any()) for part in scales):
-        raise NotApplicableError("no batch norm scales channels that can be removed, so that pull: bn has no hold")
+        raise NotApplicableError("no batch norm scales channels that can be removed, so pull: bn has no effect")
     return ScaleL1(scales, config.strength)
 
 

@@ -23,7 +23,7 @@ class FineTuning(Retraining):
 
     model_config = ConfigDict(title="FineTuning")
 
-    epochs: int = Field(default=3, ge=0, description="passes over the training images; 0: none")
+    epochs: int = Field(default=3, ge=0, description="number of passes over the training images; 0: none")
 
 
 def _as_fine_tuning(given: object) -> object:
@@ -41,11 +41,11 @@ class Pruning(Config):
     """
 
     keep: tuple[str, ...] = Field(
-        default=(), description="modules whose layers are left whole, as patterns of their names or of their classes"
+        default=(), description="modules whose layers are not pruned, as patterns of their names or classes"
     )
     train: Annotated[FineTuning, BeforeValidator(_as_fine_tuning)] = Field(
         default=FineTuning(),
-        description="training of what is left, as settings of a training (epochs, learning_rate …); epochs: 0 is none",
+        description="training after pruning, as settings of a training (epochs, learning_rate …); epochs: 0 means none",
     )
 
 

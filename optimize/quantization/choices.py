@@ -44,19 +44,19 @@ class Choices(Gate):
 
     target: TargetName = Field(
         default="auto",
-        description="what the integers are for: x86-vnni (weights of 8 bits; CPUs without VNNI refuse them), x86 "
-        "(of 7, for every x86 CPU), auto: this machine's CPU, or tensorrt (signed activations around 0; torch has no "
-        "kernels for them, and its program computes what they mean in float arithmetic)",
+        description="target of the integers: x86-vnni (8-bit weights; CPUs without VNNI refuse them), x86 (7-bit "
+        "weights, for every x86 CPU), auto (this machine's CPU) or tensorrt (symmetric activations). "
+        "torch has no kernels for tensorrt, so its program uses float arithmetic",
     )
     keep_float: tuple[str, ...] = Field(
         default=(),
-        description="modules whose layers stay in float, as patterns of their names (layer4, features.*.conv) or of "
-        "their classes (SqueezeExcitation); what lies beneath is covered",
+        description="modules whose layers stay in float, as patterns of their names (layer4, features.*.conv) or "
+        "classes (SqueezeExcitation); submodules are included",
     )
     overrides: dict[str, Override] = Field(
         default={},
-        description="settings by pattern as in keep_float: {classifier: {observer: minmax}}; of ptq also weights and "
-        "weight_observer: {stem: {weights: per-tensor}}; the last match holds",
+        description="settings by pattern, as in keep_float: {classifier: {observer: minmax}}. ptq also allows "
+        "weights and weight_observer: {stem: {weights: per-tensor}}. The last match wins",
     )
 
     def patterns(self) -> Mapping[str, Iterable[str]]:
@@ -105,7 +105,7 @@ def of_activations(overrides: Mapping[str, Override], why: str) -> None:
     """
     for pattern, own in overrides.items():
         if others := sorted(own.keys() - {"observer"}):
-            raise ValueError(f"{pattern!r}: {' and '.join(others)}: a setting of ptq; {why}")
+            raise ValueError(f"{pattern!r}: {' and '.join(others)}: only ptq has this setting; {why}")
 
 
 def check_choices(build: Callable[[], nn.Module], choices: Choices) -> None:
@@ -140,9 +140,9 @@ def _idle(model: nn.Module, modules: Mapping[str, str], choices: Choices) -> Ite
         covered = [layer for layer in layers if names.intersection(_owners(layer))]
         of_weights = sorted(settings.keys() & {"weights", "weight_observer"})
         if of_weights and not covered:
-            yield f"{pattern!r} has no weights that are quantized, and so no {' and no '.join(of_weights)}"
+            yield f"{pattern!r} has no quantized weights, and so no {' and no '.join(of_weights)}"
         elif covered and all(kept.intersection(_owners(layer)) for layer in covered):
-            yield f"{pattern!r} stays in float by keep_float: no setting of int8 holds there"
+            yield f"{pattern!r} stays in float because of keep_float: settings of int8 have no effect there"
 
 
 def resolve(build: Callable[[], nn.Module], choices: Choices) -> Chosen:
@@ -192,7 +192,7 @@ def weights_note(layers: Iterable[str], chosen: Chosen) -> tuple[str, ...]:
     for layer in layers:
         found.update(own for own in (chosen.granularity(layer), chosen.weight_observer(layer)) if own is not None)
     counts = [f"{own} on {count}" for own, count in sorted(found.items())]
-    return (f"weights of single layers: {', '.join(counts) or 'none of those that are quantized'}",)
+    return (f"weights of single layers: {', '.join(counts) or 'none of the quantized ones'}",)
 
 
 def _nearest(chosen: Mapping[str, _T], target: str) -> _T | None:

@@ -214,8 +214,8 @@ def write_reference(form: fx.GraphModule, example: torch.Tensor, target: Target,
         device="cpu",
         target=target.name,
         notes=(
-            f"{layers} quantized layers, {target.described}; {why}: this program computes what they mean in float "
-            "arithmetic, and its speed is not theirs",
+            f"{layers} quantized layers, {target.described}; {why}: this program computes them in float "
+            "arithmetic, so its speed says nothing about int8",
         ),
     )
 

@@ -34,15 +34,14 @@ class Gate(Config):
 
     min_sqnr: float = Field(
         default=3.0,
-        description="least signal-to-noise ratio of each output in dB on 32 training images, against the float parent "
-        "(ptq, dynamic) or the fake-quantized arithmetic (qat); 3 is half the signal's power, trained networks have "
-        "15 to 40",
+        description="lowest allowed signal-to-noise ratio of each output in dB on 32 training images, against the "
+        "float parent (ptq, dynamic) or the fake-quantized arithmetic (qat). Trained networks have 15 to 40",
     )
     min_agreement: float = Field(
         default=0.3,
         ge=0,
         le=1,
-        description="least share of those images with the same top-1 class; below it the stage fails",
+        description="lowest allowed share of those images with the same top-1 class",
     )
 
 
@@ -115,7 +114,7 @@ def check_quantized(
     ):
         if alike < _KERNELS_AGREE and kept > lost + _KERNELS_LOSE:
             raise PassError(
-                f"torch's int8 kernels compute something else than these integers mean: SQNR {lost:.1f} dB where exact "
+                f"torch's int8 kernels compute wrong results for these integers: SQNR {lost:.1f} dB, but exact "
                 f"arithmetic has {kept:.1f}"
             )
     return check_answers(expected, found, gate, parties, names)

@@ -63,7 +63,7 @@ def register(entry: ObserverType) -> ObserverType:
         ValueError: its name is taken or not legal, or it is no observer of activations.
     """
     if not _NAME.fullmatch(entry.name):
-        raise ValueError(f"the observer {entry.name!r} must be called by a-z, 0-9, '-' and '.'")
+        raise ValueError(f"the name of the observer {entry.name!r} must have a-z, 0-9, '-' and '.' only")
     if entry.name in (*OBSERVERS, AUTO):
         raise ValueError(f"an observer named {entry.name!r} is registered already")
     check_maker(entry.make)
@@ -107,7 +107,7 @@ def check_maker(make: Maker) -> None:
         except Exception as error:  # noqa: BLE001 - whatever the user's class raises
             raise ValueError(f"the class {_called(make)} cannot observe an activation: {one_line(error)}") from None
     if sizes != {1}:
-        raise ValueError(f"the class {_called(make)} gives {max(sizes)} scales, and an activation has one")
+        raise ValueError(f"the class {_called(make)} gives {max(sizes)} scales, but an activation needs one")
 
 
 def _chosen(value: Any, *more: str) -> Observer:
@@ -120,7 +120,7 @@ def _chosen(value: Any, *more: str) -> Observer:
         if value is own:
             return name
     if isinstance(value, ObserverBase):
-        raise ValueError(f"must be an observer's class, or {type(value).__name__}.with_args(…), and none that is made")
+        raise ValueError(f"must be an observer's class, or {type(value).__name__}.with_args(…), not an instance")
     check_maker(value)
     _given[spelled(value)] = value
     return value  # type: ignore[no-any-return]
@@ -138,7 +138,7 @@ def _by_name(given: str, more: tuple[str, ...]) -> Observer:
         near = did_you_mean(name, known)
         raise ValueError(f"unknown{near}; must be one of {', '.join(known)}, or an observer's class")
     if written and given != spelled(name):
-        raise ValueError(f"the code of {name} has changed since; it is {spelled(name)} now")
+        raise ValueError(f"the code of {name} has changed; it is now {spelled(name)}")
     return name
 
 

@@ -72,6 +72,6 @@ def _answers(module: nn.Module, batches: Sequence[torch.Tensor]) -> Outputs:
 def _note(chosen: Observer, found: Mapping[Observer, float], images: int) -> str:
     others = ", ".join(f"{name} {ratio:.1f}" for name, ratio in found.items() if name != chosen)
     return (
-        f"observer auto: {chosen}, SQNR of the logits {found[chosen]:.1f} dB against the float network's on {images} "
-        f"calibration images that ranges were not found on ({others})"
+        f"observer auto: {chosen}, SQNR of the logits {found[chosen]:.1f} dB against the float network's on "
+        f"{images} calibration images not used for the ranges ({others})"
     )

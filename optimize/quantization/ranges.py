@@ -21,9 +21,10 @@ from optimize.quantization.observers import MeanMinMaxObserver
 
 #: The meaning of the names, for settings' descriptions.
 MEANING = (
-    "minmax (all that was seen), moving-average (the mean over batches of each batch's extremes, all batches of 32 "
-    "weighing the same), histogram (torch's search for the least squared error), entropy (least Kullback-Leibler "
-    "divergence), percentile (from the 0.01th to the 99.99th), mse (least squared error of all ranges on a grid)"
+    "minmax (all that was seen), moving-average (the mean over batches of each batch's extremes, with equal "
+    "weights for batches of 32), histogram (torch's search for the least squared error), entropy (least "
+    "Kullback-Leibler divergence), percentile (from the 0.01th to the 99.99th), mse (least squared error of all "
+    "ranges on a grid)"
 )
 
 #: Bins on each side of 0. The largest value seen is in the upper half of them.

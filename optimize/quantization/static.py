@@ -33,13 +33,13 @@ class Static(Choices, Recovery):
 
     observer: AnyObserver = Field(
         default="histogram",
-        description=f"how activation ranges are found: {MEANING}; auto: the one of these with which the logits are "
-        "nearest to the float network's, tried on three of four of the calibration images and judged on the others",
+        description=f"how activation ranges are found: {MEANING}. auto tries all of them on three quarters of the "
+        "calibration images and compares the logits on the rest with the float network's",
     )
-    images: int = Field(
-        default=256, ge=1, description="training images that the ranges are calibrated on, stratified by class"
+    images: int = Field(default=256, ge=1, description="number of training images for calibration, stratified by class")
+    seed: int | None = Field(
+        default=None, ge=0, description="seed for the choice of those images; by default the run's seed"
     )
-    seed: int | None = Field(default=None, ge=0, description="which images those are; by default the run's seed")
 
 
 def observing(

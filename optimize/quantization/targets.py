@@ -223,6 +223,6 @@ def check_target(name: TargetName) -> None:
     """
     if name != "auto" and saturates(name) is not None:
         raise UserError(
-            f"target: {name} cannot be built here: its answers are checked, and this CPU, which has no VNNI, would "
-            f"saturate; target: {ANY_X86} runs on every x86 CPU, with weights of 7 bits"
+            f"target: {name} cannot be built here: its answers must be checked, and this CPU has no VNNI and would "
+            f"saturate; target: {ANY_X86} runs on every x86 CPU, with 7-bit weights"
         )

@@ -93,13 +93,13 @@ def _parsed(store: Path, run: str) -> Report:
     except (FileNotFoundError, NotADirectoryError):
         names = sorted(found.parent.name for found in store.glob(f"*/{layout.REPORT_FILE}"))
         raise UserError(
-            f"no run {run!r} in {store}{did_you_mean(run, names)}; there are: {', '.join(names) or 'none'}"
+            f"no run {run!r} in {store}{did_you_mean(run, names)}; the runs are: {', '.join(names) or 'none'}"
         ) from None
     except ValidationError as error:
         if isinstance(body, dict) and isinstance(version := body.get("schema"), int) and version != SCHEMA:
             raise UserError(
-                f"{path} is of {'an older' if version < SCHEMA else 'a newer'} version (schema {version}, and not "
-                f"{SCHEMA}); run the model again to make it anew"
+                f"{path} is of {'an older' if version < SCHEMA else 'a newer'} version (schema {version}, not "
+                f"{SCHEMA}); run the model again"
             ) from None
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole"

@@ -63,8 +63,8 @@ def reopen_run(
     if (own.fingerprint, own.val.fingerprint) != (then.fingerprint, then.val_fingerprint):
         session.close()
         raise UserError(
-            f"the images of {identity.data} are not those that {run} was made with: they have changed, or the run had "
-            f"another --seed than {seed}"
+            f"the images of {identity.data} are not those that {run} was made with: they have changed, or the run "
+            f"had a --seed different from {seed}"
         )
     return session, report
 

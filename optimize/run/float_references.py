@@ -93,7 +93,7 @@ def float_references(
     if not absent:
         return FloatReferences()
     if make is None or eager is None:
-        reason = "it is measured as a pair of a float onnx stage, and there is none"
+        reason = "it needs a float onnx stage, and the recipe has none"
         return FloatReferences(skips=dict.fromkeys(absent, Skip(kind="not_applicable", reason=reason)))
     listener = bench.context.listener
     listener.started(_STEP)

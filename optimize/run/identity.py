@@ -64,8 +64,8 @@ def refuse_replacing(folder: Path, own: Identity) -> None:
     present = identity_of(folder)
     if present is not None and not own.is_that_of(present):
         raise UserError(
-            f"the run {folder.name!r} in {folder.parent} is of {present}, and not of {own}; "
-            "give this one another name (--name, RUN=…), or replace that one with --replace"
+            f"the run {folder.name!r} in {folder.parent} is of {present}, not of {own}; give this one another name "
+            "(--name, RUN=…), or replace that one with --replace"
         )
 
 

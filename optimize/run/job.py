@@ -98,7 +98,7 @@ class Job(Config):
     )
     accept_gaps: bool = Field(
         default=False,
-        description="Go on with data in which something is missing, such as the images of a class. By default the run "
+        description="Accept data in which something is missing, such as the images of a class. By default the run "
         "is refused, and says what is missing.",
     )
     recipe: Path | None = Field(
@@ -122,7 +122,7 @@ class Job(Config):
     )
     weights: str | None = Field(
         default=None,
-        description="The name of torchvision's own weights, such as DEFAULT. Their preprocessing is used, too.",
+        description="The name of weights of torchvision, such as DEFAULT. Their preprocessing is used, too.",
     )
     weights_key: str | None = Field(
         default=None,
@@ -156,7 +156,7 @@ class Job(Config):
         description="A folder for the curves of what is trained, which TensorBoard shows. It needs the extra "
         "tensorboard.",
     )
-    remeasure: bool = Field(default=False, description="Measure the speed of everything anew.")
+    remeasure: bool = Field(default=False, description="Measure all speeds again.")
     recommend: Annotated[Mapping[str, object], OptionsOf(Recommend, dict)] = Field(
         default_factory=dict, description="What differs from the recipe's rule of the recommendation."
     )
@@ -177,13 +177,16 @@ class Job(Config):
         if name is not None and name.endswith(layout.FOUND_ENDINGS):
             ending = Path(name).suffix
             raise ValueError(
-                f"a run's name does not end in {ending}: what `{ending[1:]}` finds of the run {Path(name).stem} "
-                f"lies in the folder {name}"
+                f"the name of a run must not end in {ending}: the folder {name} is for the results of `{ending[1:]}`"
             )
         if name is not None and not layout.is_run_name(name):
-            raise ValueError("a run's name has letters, digits, '-', '_' and '.', beginning with a letter or digit")
+            raise ValueError(
+                "the name of a run must have letters, digits, '-', '_' and '.' only, and begin with a letter or digit"
+            )
         if name is not None and len(name) > _LONGEST_NAME:
-            raise ValueError(f"a run's name has at most {_LONGEST_NAME} characters, this one has {len(name)}")
+            raise ValueError(
+                f"the name of a run must have at most {_LONGEST_NAME} characters, this one has {len(name)}"
+            )
         return name
 
     @field_validator("outputs")
@@ -213,15 +216,15 @@ class Job(Config):
             raise ValueError("checkpoint and weights are both given; the weights can come from one of them only")
         if self.weights_key is not None and self.checkpoint is None:
             raise ValueError(
-                f"--weights-key {self.weights_key} is of a checkpoint, and none is given; add --checkpoint FILE"
+                f"--weights-key {self.weights_key} needs a checkpoint, and none is given; add --checkpoint FILE"
             )
         if self.class_order == "checkpoint" and self.checkpoint is None and isinstance(self.model, str):
-            raise ValueError("--class-order checkpoint is of a checkpoint, and none is given; add --checkpoint FILE")
+            raise ValueError("--class-order checkpoint needs a checkpoint, and none is given; add --checkpoint FILE")
         if self.trust_checkpoint and self.checkpoint is None:
-            raise ValueError("--trust-checkpoint is of a checkpoint, and none is given; add --checkpoint FILE")
+            raise ValueError("--trust-checkpoint needs a checkpoint, and none is given; add --checkpoint FILE")
         if not isinstance(self.model, str) and (self.checkpoint is not None or self.weights is not None):
             raise ValueError(
-                "a module brings its weights; give it without a checkpoint or weights, or load them into it"
+                "a module has its weights already; leave out checkpoint and weights, or load them into the module"
             )
         return self
 

@@ -110,7 +110,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         store,
         source,
         context,
-        lambda name: listener.said(f"{name}: another run is making it"),
+        lambda name: listener.said(f"{name}: another run is building it"),
         functools.partial(reopen, words, recipe) if (words := _anywhere(job)) else None,
         chosen.origins,
     )

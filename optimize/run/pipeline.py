@@ -137,7 +137,8 @@ def _refuse_idle(job: Job, recipe: Recipe, path: Path) -> None:
     said = {"--processes": job.processes, "--tensorboard": job.tensorboard, "--augment": job.augment}
     if not trained and (idle := [f"{option} {value}" for option, value in said.items() if value not in (None, 1)]):
         raise UserError(
-            f"{' and '.join(idle)}: nothing is trained, for the model brings its weights and no pass of {path} trains"
+            f"{' and '.join(idle)}: nothing would be trained, because the model has weights and no pass of {path} "
+            "trains"
         )
 
 

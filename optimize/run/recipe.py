@@ -116,7 +116,7 @@ class _Node:
             return {}
         for name, entry in self.value.items():
             if name not in known:
-                reason = f"unknown field {name!r} in {what}{did_you_mean(name, known)}; known are {', '.join(known)}"
+                reason = f"unknown field {name!r} in {what}{did_you_mean(name, known)}; known: {', '.join(known)}"
                 found.add(entry.line, reason)
         return {name: entry for name, entry in self.value.items() if name in known}
 
@@ -189,7 +189,9 @@ def _parse(text: str, found: _Faults) -> Recipe:
     fields = root.mapping("the recipe", known, found)
     baseline: TrainingConfig = _config(TrainingConfig, fields.get("baseline"), "baseline", found)
     if any(_word(each) for each in distillations(baseline)):
-        reason = "is made first, and no artifact can teach it; give a model with its weights: {model: …, checkpoint: …}"
+        reason = (
+            "is made first, so no artifact can be its teacher; give a model with its weights: {model: …, checkpoint: …}"
+        )
         found.add(_line_of_teacher(fields["baseline"]), f"baseline.distil.teacher: the baseline {reason}")
     return Recipe(
         stages=_stages(fields.get("stages"), root.line, found),
@@ -264,10 +266,13 @@ def _unable_to_teach(stage: Stage, kinds: Mapping[str, str | None]) -> str | Non
         if teacher is None or teacher == SELF:
             continue
         if teacher not in kinds:
-            return f"{teacher!r} is no earlier stage{did_you_mean(teacher, kinds)}; earlier are {', '.join(kinds)}"
+            return (
+                f"{teacher!r} is no earlier stage{did_you_mean(teacher, kinds)}; the earlier ones are "
+                f"{', '.join(kinds)}"
+            )
         kind = kinds[teacher]
         if kind not in (None, "module") and getattr(distil, "features", None):
-            return f"{teacher} is {KIND_NAMES[kind]}, which has no features; a float module has"  # type: ignore[index]
+            return f"{teacher} is {KIND_NAMES[kind]}, which has no features; use a float module"  # type: ignore[index]
     return None
 
 
@@ -296,10 +301,12 @@ def _named(node: _Node, kinds: Mapping[str, object]) -> str:
     name = _text(node, "name")
     if not _NAME.fullmatch(name):
         raise _Fault(
-            node.line, f"name {name!r} must be of a-z, 0-9, '-', '_' and '.', beginning with a-z or 0-9, at most 64"
+            node.line,
+            f"name {name!r} must have at most 64 of the characters a-z, 0-9, '-', '_' and '.', and begin with "
+            "a-z or 0-9",
         )
     if name in REFERENCES:
-        raise _Fault(node.line, f"{name!r} is what a reference measurement is called; give this stage another name")
+        raise _Fault(node.line, f"{name!r} is the name of a reference measurement; give this stage another name")
     if name in kinds:
         raise _Fault(node.line, f"two artifacts are called {name!r}; give this stage another name")
     return name
@@ -310,8 +317,8 @@ def _parent(node: _Node, name: str | None, kinds: Mapping[str, object]) -> str:
     if parent not in kinds:
         raise _Fault(
             node.line,
-            f"{name or 'this stage'} starts from {parent!r}, which is no earlier stage{did_you_mean(parent, kinds)}; "
-            f"earlier are {', '.join(kinds)}",
+            f"{name or 'this stage'} starts from {parent!r}, which is no earlier "
+            f"stage{did_you_mean(parent, kinds)}; the earlier ones are {', '.join(kinds)}",
         )
     return parent
 
@@ -329,7 +336,7 @@ def _config(kind: type[Any], node: _Node | None, what: str, found: _Faults, line
         # YAML 1.1 reads yes and on as true, which pydantic would accept as 1.
         value = values[name]
         if isinstance(value, bool) and not _takes_truth(kind.model_fields[name].annotation):
-            found.add(fields[name].line, f"{what}.{name}: must not be a truth value (it is {value})")
+            found.add(fields[name].line, f"{what}.{name}: must not be true or false (it is {value})")
             del values[name]
     try:
         config = kind.model_validate(values)

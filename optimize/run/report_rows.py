@@ -196,7 +196,7 @@ def _candidates(
     first = artifacts[0].name
     if all(pair.id in skips for pair in pairs[first]):
         why = refused.get(first) or skips[pairs[first][0].id]
-        raise PipelineError(f"{first}, with which all others are compared, {why.reason}")
+        raise PipelineError(f"{first}, the reference of all comparisons, {why.reason}")
     return pairs, refused, skips, {key for key in probed.values() if isinstance(key, str)}
 
 

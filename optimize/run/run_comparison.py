@@ -105,7 +105,7 @@ def compare_runs(
         listener.ended("memory", 0.0, cached=False, skipped=None)
         first = contestants[0].name
         if first in skips:
-            raise UserError(f"{first}, with which the others are compared, cannot run here: {skips[first].reason}")
+            raise UserError(f"{first}, the reference of this comparison, cannot run here: {skips[first].reason}")
         listener.started("speed")
         with pool.alone():
             by_id = {opened[c.name].id: c for c in contestants if c.name in opened}
@@ -126,7 +126,7 @@ def compare_runs(
         if each.id not in speeds:
             skips[name] = Skip(kind="failed", reason="its process ended while it was timed")
     if first in skips:
-        raise PipelineError(f"{first}, with which the others are compared: {skips[first].reason}")
+        raise PipelineError(f"{first}, the reference of this comparison: {skips[first].reason}")
     timed = {name: each for name, each in opened.items() if name not in skips}
     floats = [timed[c.name].id for c in contestants if c.name in timed and c.row.file and c.row.file.is_float]
     every = turns(speeds, floats=floats, baseline=[timed[first].id])
@@ -207,15 +207,17 @@ def _check_comparable(contestants: Sequence[_Contestant]) -> None:
             f"({fingerprint[:12]})"
             for (fingerprint, images), group in by_images.items()
         )
-        raise UserError(f"these runs do not compare, they were judged by different images: {said}")
+        raise UserError(f"these runs cannot be compared, because they were judged by different images: {said}")
 
 
 def _from_elsewhere(contestants: Sequence[_Contestant]) -> list[str]:
     """Name the runs whose stored answers come from another machine."""
     here = Machine.from_json(machine(torch.device("cpu")))
     return [
-        f"The answers of {run} are of another machine ({report.machine.cpu}), and speed and memory of this one "
-        f"({here.cpu}): kernels for other instructions may answer otherwise."
+        (
+            f"The answers of {run} come from another machine ({report.machine.cpu}), but speed and memory from this "
+            f"one ({here.cpu}): other kernels may give other answers."
+        )
         for run, report in {c.run: c.report for c in contestants}.items()
         if (report.machine.cpu, report.machine.isa) != (here.cpu, here.isa)
     ]
@@ -224,7 +226,7 @@ def _from_elsewhere(contestants: Sequence[_Contestant]) -> list[str]:
 def _answers(store: Store, contestant: _Contestant) -> Answers:
     stored = store.open(contestant.measured.accuracy.answers)
     if stored is None:
-        raise UserError(f"the answers of {contestant.name} are not in the store any more; run {contestant.run} again")
+        raise UserError(f"the answers of {contestant.name} are no longer in the store; run {contestant.run} again")
     return load_answers(stored.folder)
 
 

@@ -42,9 +42,9 @@ def take(session: Session, folder: Path) -> Step:
         ("preprocessing", card.preprocessing, context.preprocessing),
     ):
         if saved != own:
-            raise UserError(f"{folder} is of another {what} than this session: {saved}, and not {own}")
+            raise UserError(f"{folder} has another {what} than this session: {saved}, not {own}")
     if not card.lineage:
-        raise UserError(f"{folder} cannot be loaded: its card does not say what it was made by")
+        raise UserError(f"{folder} cannot be loaded: its card does not name the pass that made it")
     return _found_again(session, card) or _copied(session, card, folder)
 
 

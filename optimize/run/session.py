@@ -115,8 +115,8 @@ class Session(Described):
     def __reduce__(self) -> tuple[Callable[[], Session], tuple[()]]:
         if self.reopen is None:
             raise UserError(
-                f"the session of {self.source.name} was not opened by names alone (a module or data set that was "
-                "handed over lives in this process only), so that it cannot be pickled"
+                f"the session of {self.source.name} cannot be pickled: it has a module or data set that exists "
+                "only in this process"
             )
         return self.reopen, ()
 
@@ -196,7 +196,7 @@ class Session(Described):
         found = [find_teacher(each, self.context, parent, others or {}) for each in distillations(config)]
         if len({each.digest for each in found}) > 1:
             names = " and ".join(each.named for each in distillations(config))
-            raise UserError(f"distil.teacher: the trainings of a pass have one teacher, and not {names}")
+            raise UserError(f"distil.teacher: the trainings of a pass must have one teacher, not {names}")
         return found[0] if found else None
 
     def check(self, config: Config) -> None:
@@ -234,8 +234,8 @@ class Session(Described):
             raise UserError(reason)
         if parent.parent is None and parent.kind != "module":
             raise UserError(
-                f"{step.name} goes on from what {parent.name} was made from, which is not in the store "
-                f"{self.store.root}: {parent.name} was taken from a folder"
+                f"{step.name} needs the artifact that {parent.name} was made from, which is not in the store "
+                f"{self.store.root}: {parent.name} was loaded from a folder"
             )
         self.check(config)
         teaching = self.teaching(config, parent, others)

@@ -62,8 +62,8 @@ def _itself(line: Mapping[str, Artifact]) -> Artifact:
     floats = [artifact for artifact in line.values() if artifact.kind == "module"]
     if not floats:
         raise UserError(
-            f"distil.teacher: {SELF!r} is the float network that a pass starts from, and the baseline starts from "
-            "none; give a model with its weights: {model: …, checkpoint: …}"
+            f"distil.teacher: {SELF!r} is the float network that a pass starts from, but the baseline has none; "
+            f"give a model with its weights: {{model: …, checkpoint: …}}"
         )
     return floats[-1]
 
@@ -71,18 +71,22 @@ def _itself(line: Mapping[str, Artifact]) -> Artifact:
 def _called(name: str, known: Mapping[str, Artifact]) -> Artifact:
     if name not in known:
         there = ", ".join(known) or "none yet"
-        raise UserError(f"distil.teacher: there is no artifact {name!r}{did_you_mean(name, known)}; there are {there}")
+        raise UserError(
+            f"distil.teacher: there is no artifact {name!r}{did_you_mean(name, known)}; the artifacts are {there}"
+        )
     return known[name]
 
 
 def _artifact(artifact: Artifact, distil: Distil, context: Context) -> Teaching:
     card, name = artifact.card, artifact.name
     if distil.features and artifact.kind != "module":
-        raise UserError(f"distil.features: {name} is {KIND_NAMES[artifact.kind]}; a float module has features")
+        raise UserError(f"distil.features: {name} is {KIND_NAMES[artifact.kind]}; use a float module")
     if card.classes != context.data.classes:
         counts = len(card.classes), len(context.data.classes)
         which = f"{counts[0]} classes, the data has {counts[1]}" if counts[0] != counts[1] else "other classes"
-        raise UserError(f"distil.teacher: {name} ({card.model}) has {which}; a teacher must have the student's")
+        raise UserError(
+            f"distil.teacher: {name} ({card.model}) has {which}; a teacher must have the same as the student"
+        )
     own, ours = card.preprocessing, context.preprocessing
     if own.shape != ours.shape:
         shapes = " and ".join("x".join(map(str, each.shape)) for each in (own, ours))
@@ -131,8 +135,8 @@ def _check_order(checkpoint: Checkpoint, source: ModelSource, context: Context) 
         known = next((own for own in (data.order or data.classes, data.classes) if set(own) == set(names)), names)
         if tuple(known) != names:
             raise UserError(
-                f"distil.teacher: {source.name} has the student's classes in another order ({place!r} of its "
-                f"checkpoint: {', '.join(names[:3])} …); give the student that order: --class-order FILE"
+                f"distil.teacher: {source.name} has the same classes as the student in another order ({place!r} of "
+                f"its checkpoint: {', '.join(names[:3])} …); give the student that order: --class-order FILE"
             )
 
 

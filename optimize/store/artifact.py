@@ -182,5 +182,5 @@ def _reopened(  # noqa: PLR0917 - pickle calls it
     try:
         card = load_card(folder)
     except CardError as error:
-        raise UserError(f"{name} cannot be opened again, make it anew: {error}") from None
+        raise UserError(f"{name} cannot be opened, make it again: {error}") from None
     return Artifact(name, kind, key, folder, card, parent, build_module, objects)

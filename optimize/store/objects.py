@@ -80,12 +80,12 @@ class Store(Described):
             probe.touch()
             probe.unlink()
         except PermissionError:
-            raise UserError(f"no permission to write to the store {root}; name another one with --store") from None
+            raise UserError(f"no permission to write to the store {root}; choose another one with --store") from None
         except (FileExistsError, NotADirectoryError):
-            raise UserError(f"the store {root} is not a folder; name another one with --store") from None
+            raise UserError(f"the store {root} is not a folder; choose another one with --store") from None
         except OSError as error:  # a read-only or full disk
             raise UserError(
-                f"the store {root} cannot be written ({error.strerror}); name another one with --store"
+                f"the store {root} cannot be written ({error.strerror}); choose another one with --store"
             ) from None
         self._sweep()
 
@@ -266,7 +266,7 @@ def _stored(folder: Path, manifest: Mapping[str, Any], *, cached: bool) -> Store
 def no_space(folder: Path) -> str:
     """Return the error message for a full disk, in one line."""
     free = command("optimize prune", folder)
-    return f"no space left on the disk of {folder}: free some ({free}), or name another --store"
+    return f"no space left on the disk of {folder}: free some ({free}), or choose another --store"
 
 
 def fault(folder: Path, hash_of: Callable[[Path], str] = sha256_file) -> str | None:

@@ -81,7 +81,7 @@ def _source(name: str) -> tuple[bytes, bool]:
     """Return a module's source, and whether it is a package."""
     spec = _found(name)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise ValueError(f"the module {name} has no source file, so that changes to it could not be noticed")
+        raise ValueError(f"the module {name} has no source file, so changes to it could not be noticed")
     return Path(spec.origin).read_bytes(), spec.submodule_search_locations is not None
 
 

@@ -78,8 +78,8 @@ def prune(store: Store, agreed: Prunable) -> Prunable:
 def _prunable(store: Store, *, alone: bool) -> Prunable:
     if not alone:
         raise UserError(
-            f"a run or a Python program is using the store {store.root}; prune it when that has ended "
-            "(in Python: when its variants are deleted)"
+            f"a run or a Python program is using the store {store.root}; prune it when that has ended (in Python: "
+            "when its variants are deleted)"
         )
     wanted: set[str] = set()
     for path in store.root.glob(f"*/{layout.OBJECTS_FILE}"):
@@ -87,15 +87,14 @@ def _prunable(store: Store, *, alone: bool) -> Prunable:
             wanted.update(_listed(path))
         except (ValueError, TypeError, UserError):
             raise UserError(
-                f"{path} cannot be read as it was written; run what made {path.parent.name} again, or remove "
-                f"{path.parent}"
+                f"{path} is damaged; run the command that made {path.parent.name} again, or remove {path.parent}"
             ) from None
     served = server.running(store.root)
     archives = served.archives if served else frozenset()
     found = {folder for folder in sorted(store.objects.iterdir()) if folder.name not in wanted}
     kept = {folder for folder in found if any((folder / name).is_file() for name in archives)}
     objects = {folder: _about(folder) for folder in sorted(found - kept)}
-    objects |= dict.fromkeys(store.unfinished_work(), "unfinished: training that was interrupted")
+    objects |= dict.fromkeys(store.unfinished_work(), "unfinished: interrupted training")
     runs = ", ".join(served.runs) if served else ""
     reason = (f"{len(kept)} archives stay: a server is serving them (run {runs})",) if kept else ()
     return Prunable(objects, _freed(objects), reason)

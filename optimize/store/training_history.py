@@ -116,7 +116,7 @@ class History(Described):
         return f"{self.times.total / len(self.epochs):.3g} s an epoch: {', '.join(parts)}"
 
     def _facts(self) -> dict[str, str]:
-        kept = "as it came" if self.best is None else str(self.best + 1)
+        kept = "unchanged" if self.best is None else str(self.best + 1)
         return {"epochs": str(len(self.epochs)), "kept": kept}
 
     @classmethod

@@ -31,7 +31,10 @@ def lost_gradients(module: nn.Module, example: torch.Tensor) -> tuple[str, ...]:
         names = dict.fromkeys(function.__name__ for function in _functions(answer) if not _is_torchs(function))
         if not names or _alike(_gradients(answer, weights), _of_graph(module, weights, example)):
             return ()
-    return (f"trained without the gradient of their own of {', '.join(names)}: with that of what they compute",)
+    return (
+        f"trained without the custom gradients of {', '.join(names)}: the gradient of their forward computation is "
+        "used",
+    )
 
 
 def _functions(answer: torch.Tensor) -> Iterator[Any]:

@@ -73,7 +73,7 @@ def _foldable(graph_module: fx.GraphModule, modules: dict[str, nn.Module], norm:
         return None
     # A hook sees the tensor between them, and may change it.
     if hooked := next((str(node.target) for node in (before, norm) if is_hooked(modules[str(node.target)])), None):
-        graph_module.meta[LEFT][str(norm.target)] = f"{norm.target} stays as it is: {hooked} has a hook"
+        graph_module.meta[LEFT][str(norm.target)] = f"{norm.target} is not folded: {hooked} has a hook"
         return None
     calls = [_identity(modules, node) for node in graph_module.graph.nodes if node.op == "call_module"]
     read = [str(node.target).rpartition(".")[0] for node in graph_module.graph.nodes if node.op == "get_attr"]

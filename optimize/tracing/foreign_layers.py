@@ -51,7 +51,7 @@ class LayerProxy(SpokenFor):
             TraceError: other code asks. The answer "no tensor" would silently send it down another branch.
         """
         if not asks.startswith("torch."):
-            raise TraceError("it asks what a tensor is")
+            raise TraceError("it checks the type of a tensor")
         return type(self)
 
     @property
@@ -71,7 +71,7 @@ class LayerDevice(fx.proxy.Attribute):
             TraceError: always. The index may be None, and a proxy never is. A forward would silently take another
                 branch.
         """
-        raise TraceError("it asks which device a tensor is on")
+        raise TraceError("it checks the device of a tensor")
 
     def __str__(self) -> str:
         """As of a device.
@@ -79,7 +79,7 @@ class LayerDevice(fx.proxy.Attribute):
         Raises:
             TraceError: always, for the same reason as `index`.
         """
-        raise TraceError("it asks which device a tensor is on")
+        raise TraceError("it checks the device of a tensor")
 
 
 class LayerTracer(fx.Tracer):
@@ -138,7 +138,7 @@ class LayerTracer(fx.Tracer):
             TraceError: the layer is TorchScript.
         """
         if isinstance(m, torch.jit.ScriptModule):
-            raise TraceError("a layer of it is TorchScript, which nothing is left of that it was written in")
+            raise TraceError("one of its layers is TorchScript, whose Python source is not available")
         try:
             name = self.path_of_module(m)
         except NameError:

@@ -96,12 +96,12 @@ class Table(Generic[Graph, Given]):
         own = {record.name for record in self.records}
         for record in self.records:
             if record.name in known:
-                raise ValueError(f"{self.stage}: {record.name} stands twice")
+                raise ValueError(f"{self.stage}: {record.name} occurs twice")
             for name in record.after:
                 if name not in known | own:
-                    raise ValueError(f"{self.stage}: {record.name} must run after {name}, which is no record")
+                    raise ValueError(f"{self.stage}: {record.name} must run after {name}, which is not a record")
                 if name not in known:
-                    raise ValueError(f"{self.stage}: {record.name} must run after {name}, and stands before it")
+                    raise ValueError(f"{self.stage}: {record.name} must run after {name}, but comes before it")
             known.add(record.name)
 
     def _before(self) -> set[str]:

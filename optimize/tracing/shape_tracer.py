@@ -218,7 +218,7 @@ class ShapedTracer(LayerTracer):
         """
         node = super().create_node(kind, target, args, kwargs, *rest, **named)
         if not self._overwritten.isdisjoint(node.all_input_nodes):
-            raise TraceError("it writes into a tensor and reads it by another name")
+            raise TraceError("it writes into a tensor and reads it through another name")
         return node
 
     def write(self, tensor: ShapedProxy, which: Any, value: Any) -> fx.Node:
@@ -231,7 +231,7 @@ class ShapedTracer(LayerTracer):
         """
         found = self.found(tensor.node)
         if not isinstance(found[0], torch.Tensor):
-            raise TraceError("it writes into something that is no tensor")
+            raise TraceError("it writes into something that is not a tensor")
         new: fx.Node = written(tensor, which, value, self._asked).node  # type: ignore[arg-type, attr-defined]
         changed = in_its_memory(found[0], ((node, values[0]) for node, values in self._found.items()))
         self._overwritten |= changed - {new}
@@ -282,7 +282,9 @@ class ShapedTracer(LayerTracer):
         """See `fx.Tracer`. A branch may depend on sizes, but not on the values of a tensor."""
         return bool(self.number(obj, "symbolically traced variables cannot be used as inputs to control flow"))
 
-    def number(self, proxy: fx.Proxy, otherwise: str = "it makes a number of what is not one for all images") -> Any:
+    def number(
+        self, proxy: fx.Proxy, otherwise: str = "it converts a value to a number that differs between images"
+    ) -> Any:
         """Return a number that is the same for all batches and does not depend on the values of the images.
 
         Raises:

@@ -33,7 +33,7 @@ def written(
     """
     found = asked(tensor)
     if len({batch.dim() for batch in found}) > 1:
-        raise TraceError("it writes into a tensor that has another number of axes for another batch")
+        raise TraceError("it writes into a tensor whose number of axes depends on the batch")
     entries = _entries(which, found[0].dim())
     places: list[_Place] = []
     for axis, (entry, sizes) in enumerate(
@@ -79,7 +79,7 @@ def _entries(which: Any, rank: int) -> list[int | slice]:
     for entry in given:
         bounds = (entry.start, entry.stop) if isinstance(entry, slice) else (entry,)
         if any(not isinstance(bound, int | None) or isinstance(bound, bool) for bound in bounds) or entry is None:
-            raise TraceError("it writes into a tensor at places that are no integers and no slices of integers")
+            raise TraceError("it writes into a tensor at indices that are neither integers nor slices of integers")
         if isinstance(entry, slice) and entry.step not in (None, 1):
             raise TraceError(f"it writes into a tensor in steps of {entry.step}")
     return given + [slice(None)] * (rank - len(given))

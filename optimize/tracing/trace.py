@@ -123,7 +123,7 @@ def without_autocast(left: dict[str, str] | None = None) -> Iterator[None]:
 
     def enter(self: torch.autocast) -> torch.autocast:
         if self._enabled and left is not None:
-            left[""] = "autocast is left out: everything is computed in float32"
+            left[""] = "autocast is ignored: everything is computed in float32"
         return self
 
     torch.autocast.__enter__ = enter  # type: ignore[method-assign]

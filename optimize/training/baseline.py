@@ -23,12 +23,10 @@ from serve.runtime.errors import UserError, one_line
 from serve.runtime.outputs import Outputs, as_outputs
 
 _SEEN = (
-    "the checkpoint has probably been trained on the images that a training pass here holds out to choose its best "
-    "epoch: their top-1 is too high, and only the evaluation images tell the accuracy"
+    "the checkpoint was probably trained on the images that a training pass holds out to choose its best epoch: "
+    "their top-1 is too high. Only the evaluation images show the accuracy"
 )
-_ANY_NUMBER = (
-    "it must take any number of images: where squeeze() takes the batch's axis away, write flatten(1) in its place"
-)
+_ANY_NUMBER = "it must accept any number of images: replace squeeze() by flatten(1) if it removes the batch axis"
 #: The number of images whose answers show what a network ends in, and of those that its program is traced with.
 _EXAMPLES, _TRACED = 8, 4
 #: A share of the largest logit. Kernels for one image round differently, by less than a hundredth of this.
@@ -160,9 +158,9 @@ def _check_alone(module: nn.Module, image: torch.Tensor, together: Outputs) -> N
         largest = float(whole.nan_to_num(0, 0, 0).abs().max())
         if not torch.allclose(alone, whole[:1], rtol=0, atol=_ROUNDED * largest, equal_nan=True):
             raise UserError(
-                f"the model gives an image alone other logits than in a batch of {len(whole)} (they differ by up to "
-                f"{float((alone - whole[:1]).abs().max()):.3g}); they must depend on the image only: not on its "
-                "neighbours (a norm with track_running_stats=False), on chance, or on earlier calls"
+                f"the model gives an image other logits alone than in a batch of {len(whole)} (by up to "
+                f"{float((alone - whole[:1]).abs().max()):.3g}); they must not depend on other images (a norm with "
+                "track_running_stats=False), chance or earlier calls"
             )
 
 
@@ -178,6 +176,6 @@ def _other_channels(module: nn.Module, channels: int) -> str:
         return ""
     numbers = ",".join(["0.5"] * first.in_channels)
     return (
-        f"; images have as many channels as mean and std have numbers, {channels}, and the first convolution takes "
-        f"{first.in_channels}: give --mean and --std {first.in_channels} each, as {numbers}"
+        f"; mean and std have {channels} numbers, but the first convolution takes {first.in_channels}: "
+        f"give --mean and --std {first.in_channels} each, such as {numbers}"
     )

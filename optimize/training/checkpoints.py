@@ -52,7 +52,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     """
     missing, _ = module.load_state_dict(state, strict=False)
     if lacking := sorted(set(missing) & {name for name, _ in module.named_parameters()}):
-        raise ValueError(f"the state is another module's: it has no {lacking[0]}")
+        raise ValueError(f"the state belongs to another module: it has no {lacking[0]}")
 
 
 class Checkpoints:
@@ -94,7 +94,9 @@ class Checkpoints:
             _append_digest(temporary)
             temporary.replace(path)
         except (OSError, RuntimeError) as error:  # torch.save has its own exception for a full disk (2.14)
-            self._listener.said(f"no checkpoint can be written, and training goes on without: {str(error)[:200]}")
+            self._listener.said(
+                f"training continues without checkpoints, because none can be written: {str(error)[:200]}"
+            )
             self._folder = None
         finally:
             with contextlib.suppress(OSError):
@@ -113,7 +115,7 @@ class Checkpoints:
             _check_digest(self._folder / self._file)
             state: dict[str, Any] = torch.load(self._folder / self._file, map_location="cpu", weights_only=True)
         except Exception:  # noqa: BLE001 - a damaged file fails in many ways
-            self._listener.said("the checkpoint of the interrupted training cannot be read; it begins anew")
+            self._listener.said("the checkpoint of the interrupted training cannot be read; training starts again")
             return None
         return state
 

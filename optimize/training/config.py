@@ -29,20 +29,22 @@ class TrainingConfig(Config):
     model_config = ConfigDict(title="Training")  # the name that users know
     described_by = "opt.Training"
 
-    epochs: int = Field(default=8, ge=1, description="passes over the training images")
+    epochs: int = Field(default=8, ge=1, description="number of passes over the training images")
     max_steps: int | None = Field(
-        default=None, ge=1, description="end after so many steps, even within an epoch; the rate is planned for them"
+        default=None,
+        ge=1,
+        description="end after this number of steps, even within an epoch; the learning rate is planned for them",
     )
     batch_size: int = Field(default=64, ge=2, description="images per step")
     accumulate: int = Field(
         default=1,
         ge=1,
-        description="parts that each step's images are computed in, one after the other, to save memory",
+        description="number of parts in which the images of a step are computed, one after the other, to save memory",
     )
     optimizer: Optimizer = Field(
         default="sgd",
-        description="sgd (with Nesterov momentum, for convolutional networks) or adamw (for transformers, which SGD "
-        "hardly trains); learning_rate, weight_decay and clip_norm have defaults for each",
+        description="sgd (with Nesterov momentum, for convolutional networks) or adamw (for transformers). The "
+        "defaults of learning_rate, weight_decay and clip_norm depend on it",
     )
     learning_rate: float = Field(
         default_factory=by_optimizer(sgd=0.05, adamw=5e-4),
@@ -52,20 +54,21 @@ class TrainingConfig(Config):
     rate_for: int | None = Field(
         default=None,
         ge=1,
-        description="batch size that learning_rate is meant for: with another batch_size it is scaled, linearly for "
-        "sgd and by the square root for adamw",
+        description="batch size to which learning_rate refers; for another batch_size the rate is scaled, linearly "
+        "for sgd and by the square root for adamw",
     )
-    warm_up: float = Field(default=0.2, ge=0, lt=1, description="share of all steps in which the rate rises")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="of SGD; of AdamW's mean of gradients")
+    warm_up: float = Field(default=0.2, ge=0, lt=1, description="share of all steps in which the learning rate rises")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of SGD, or of AdamW's mean of gradients")
     weight_decay: float = Field(
         default_factory=by_optimizer(sgd=5e-4, adamw=0.05),
         ge=0,
-        description="of weights; norms and biases have none; by default 0.0005 for sgd and 0.05 for adamw",
+        description="weight decay, not for norms and biases; by default 0.0005 for sgd and 0.05 for adamw",
     )
     clip_norm: float | None = Field(
         default_factory=by_optimizer(sgd=None, adamw=1.0),
         gt=0,
-        description="longest gradient of a step, over all parameters (L2); by default 1 for adamw and none for sgd",
+        description="largest gradient norm of a step, over all parameters (L2); by default 1 for adamw and none for "
+        "sgd",
     )
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="share of each label that is spread evenly over all classes"
@@ -74,35 +77,35 @@ class TrainingConfig(Config):
         default=None,
         gt=0,
         lt=1,
-        description="judge and keep a moving average of the weights, of which a step keeps this share, such as 0.999",
+        description="decay of a moving average of the weights, which is then evaluated and kept, such as 0.999",
     )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
-        description="of a step's products and convolutions (automatic mixed precision); weights and their updates are "
-        "float32 always, and so are the held-out images' answers",
+        description="dtype of matrix products and convolutions (automatic mixed precision); weights, their updates "
+        "and the evaluation of held-out images are always float32",
     )
     activation_checkpointing: bool = Field(
         default=False,
-        description="forget what is within the network's blocks, which are found, and compute it again in the "
-        "backward: less memory for more time, and the same result",
+        description="discard the activations within blocks and compute them again in the backward pass: less memory, "
+        "more time, the same result",
     )
     channels_last: bool = Field(
         default=False,
-        description="hand colour images to the network with their channels last in memory: on CPUs depthwise networks "
-        "train faster, ResNet-18 slower; not for networks that call view",
+        description="store colour images channels-last: on CPUs depthwise networks train faster, ResNet-18 slower; "
+        "not for networks that call view",
     )
     deterministic: bool = Field(
-        default=False, description="only algorithms that repeat themselves bit for bit, which CPUs have anyway"
+        default=False, description="use only algorithms that repeat bit for bit; on CPUs they always do"
     )
     augment: Literal["data", "none", "shift", "shift+flip"] | bool = Field(
-        default="data", description="random changes of the training images; data: what suits the data set"
+        default="data", description="random changes of the training images; data: as suits the data set"
     )
     crop_scale: float | None = Field(
         default=None,
         gt=0,
         le=1,
         description="train on random crops of at least this share of an image's area, scaled to its size "
-        "(RandomResizedCrop; 0.08 for ImageNet from scratch); null: on whole images",
+        "(RandomResizedCrop, 0.08 for ImageNet from scratch); null: whole images",
     )
     trivial_augment: bool = Field(
         default=False, description="one random operation on each training image (TrivialAugmentWide)"
@@ -111,15 +114,15 @@ class TrainingConfig(Config):
         default=None, gt=0, description="mix training images in pairs, by shares of Beta(mixup, mixup), such as 0.2"
     )
     skip_unreadable: float = Field(
-        default=0.01, ge=0, le=1, description="share of the training images that may be unreadable, and are left out"
+        default=0.01, ge=0, le=1, description="share of the training images that may be unreadable; they are left out"
     )
     holdout: float = Field(
-        default=0.1, gt=0, lt=0.5, description="share of the training images that the best epoch is chosen on"
+        default=0.1, gt=0, lt=0.5, description="share of the training images held out to choose the best epoch"
     )
 
     distil: Annotated[Distil | None, BeforeValidator(as_distil)] = Field(
         default=None,
-        description="learn from a teacher, too: the teacher alone (self, an artifact's name), or with temperature, "
+        description="also learn from a teacher: its name (self, or an artifact), or a mapping with temperature, "
         "weight and features; see opt.Distil",
     )
 
@@ -133,7 +136,7 @@ class TrainingConfig(Config):
     def _keeps_what_it_compares(self) -> Self:
         if self.activation_checkpointing and self.distil is not None and self.distil.features:
             raise ValueError(
-                "activation_checkpointing forgets what is within a network and distil.features compare it; take one"
+                "activation_checkpointing discards the activations that distil.features compares; use one of them"
             )
         return self
 
@@ -141,7 +144,7 @@ class TrainingConfig(Config):
     def _of_parts_with_images(self) -> Self:
         if self.batch_size < 2 * self.accumulate:
             raise ValueError(
-                f"accumulate={self.accumulate} leaves parts of fewer than two images, which norms need, of "
+                f"accumulate={self.accumulate} leaves parts with fewer than the two images that norms need, with "
                 f"batch_size={self.batch_size}"
             )
         return self
@@ -154,7 +157,7 @@ class TrainingConfig(Config):
 class Retraining(TrainingConfig):
     """Settings for training a trained network again: shorter, and with smaller steps."""
 
-    epochs: int = Field(default=3, ge=1, description="passes over the training images")
+    epochs: int = Field(default=3, ge=1, description="number of passes over the training images")
     learning_rate: float = Field(
         default_factory=by_optimizer(sgd=0.01, adamw=1e-4),
         gt=0,

@@ -33,21 +33,23 @@ class TeacherModel(Config):
 
     model: str = Field(description="a torchvision name, timm:NAME, path/to/file.py:factory or package.module:factory")
     checkpoint: Path | None = Field(
-        default=None, description="its weights: a checkpoint, or the weights.safetensors of another run's artifact"
+        default=None, description="its weights: a checkpoint, or the weights.safetensors of an artifact"
     )
-    weights: str | None = Field(default=None, description="instead: the name of torchvision's own, such as DEFAULT")
-    weights_key: str | None = Field(default=None, description="which weights of the checkpoint to take")
+    weights: str | None = Field(
+        default=None, description="instead of a checkpoint: the name of torchvision's weights, such as DEFAULT"
+    )
+    weights_key: str | None = Field(default=None, description="which weights of the checkpoint to use")
     trust_checkpoint: bool = Field(default=False, description="let the checkpoint's pickle run code")
 
     @model_validator(mode="after")
     def _has_weights(self) -> TeacherModel:
         if (self.checkpoint is None) == (self.weights is None):
             given = "both are given" if self.weights is not None else "it has neither"
-            raise ValueError(f"{self.model} needs weights, by checkpoint or by weights, to teach ({given})")
+            raise ValueError(f"{self.model} needs weights to be a teacher: set checkpoint or weights ({given})")
         if self.weights_key is not None and self.checkpoint is None:
-            raise ValueError(f"weights_key {self.weights_key} is of a checkpoint, and none is given")
+            raise ValueError(f"weights_key {self.weights_key} needs a checkpoint, and none is given")
         if self.trust_checkpoint and self.checkpoint is None:
-            raise ValueError("trust_checkpoint is of a checkpoint, and none is given")
+            raise ValueError("trust_checkpoint needs a checkpoint, and none is given")
         return self
 
 
@@ -87,25 +89,27 @@ class Distil(Config):
     """Settings of learning from a teacher, which answers the same images."""
 
     teacher: Teaching = Field(
-        description="self (or parent): the float network that a pass starts from; the name of an earlier artifact; "
-        "or a model with its weights: {model: …, checkpoint: …}"
+        description="the teacher: self or parent (the float network that the pass starts from), the name of an "
+        "earlier artifact, or a model with its weights: {model: …, checkpoint: …}"
     )
     temperature: float = Field(
         default=2.0,
         gt=0,
-        description="what both networks' logits are divided by: the higher, the more its small answers count; at 3 "
-        "bits and fewer more than 2 does harm",
+        description="divisor of the logits of both networks: the higher, the more the small logits count; at 3 bits "
+        "and fewer, values above 2 reduce accuracy",
     )
     weight: float = Field(
-        default=0.5, ge=0, le=1, description="share of the teacher's answers in the loss; the labels have the rest"
+        default=0.5, ge=0, le=1, description="share of the teacher's outputs in the loss; the labels have the rest"
     )
     features: Annotated[dict[str, str], BeforeValidator(_pairs)] = Field(
         default={},
-        description="nodes of the student's torch.fx graph whose values are to be those of the teacher's: "
-        "{student: teacher}, or a list where both are called alike",
+        description="nodes of the student's torch.fx graph whose values should match the teacher's: "
+        "{student: teacher}, or a list if both have the same names",
     )
     feature_weight: float = Field(
-        default=1.0, gt=0, description="of the features' mean squared error, relative to the teacher's mean square"
+        default=1.0,
+        gt=0,
+        description="weight of the mean squared error of the features, relative to the teacher's mean square",
     )
 
     @property

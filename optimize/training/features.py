@@ -50,8 +50,7 @@ def with_features(
         if name not in known:
             if whole := next((other for other, there in known.items() if there == name), None):
                 raise UserError(
-                    f"distil.features: {whose} computes {name!r} as one with what follows it; what they give together "
-                    f"is {whole!r}"
+                    f"distil.features: {whose} fuses {name!r} with the node after it; the output of both is {whole!r}"
                 )
             near = did_you_mean(name, known) or f"; it has {listed(known, 6)}"
             raise UserError(f"distil.features: {whose} has no node {name!r}{near}")
@@ -79,10 +78,10 @@ def _shapes(module: nn.Module, graph: fx.Graph, names: Sequence[str], images: to
         with torch.no_grad():
             _, values = fx.GraphModule(copy.deepcopy(module).cpu().eval(), graph)(images)
     except RuntimeError as error:
-        raise UserError(f"distil.features: the network does not run: {one_line(error)}") from None
+        raise UserError(f"distil.features: the network fails: {one_line(error)}") from None
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.shape[:1] != images.shape[:1]:
-            raise UserError(f"distil.features: what {name!r} gives is no tensor with a row for each image")
+            raise UserError(f"distil.features: the output of {name!r} is not a tensor with a row for each image")
     return [value.shape for value in values]
 
 

@@ -80,8 +80,8 @@ def train(
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(
-            f"{type(module).__name__} cannot be trained: none of its {len(list(module.parameters()))} parameters has "
-            "requires_grad; leave it True where weights are to be learned, or bring trained ones as a checkpoint"
+            f"{type(module).__name__} cannot be trained: none of its {len(list(module.parameters()))} parameters "
+            "has requires_grad; set it for the weights to train, or give trained weights as a checkpoint"
         )
     manner = Manner(set_mode, from_start, keep_zeros, penalty, nodes)
     if context.processes > 1 and not group.together():
@@ -100,8 +100,8 @@ class _Run:
         fit, self.held = hold_out(context.data.train, config.holdout, context.seed)
         if not len(self.held):
             raise UserError(
-                f"{context.data.name}: has one training image a class, so that none can be held out to choose the "
-                "best epoch on; training needs a class with at least two"
+                f"{context.data.name}: has one training image per class, so none can be held out to choose the "
+                "best epoch; training needs a class with at least two"
             )
         self.batches, self.validation = _loaders(fit, self.held, context, config)
         self.augmentation = config.augmentation(context.data)
@@ -239,7 +239,7 @@ class _Run:
                     self.checkpoints.forget()
                     why = f"{name} became NaN or infinite"
                     raise self._diverged(
-                        why, ", or mend a gradient that is no number (a root or a quotient of 0)"
+                        why, ", or fix a gradient that is not a number (a root or a quotient of 0)"
                     ) from None
             raise
 
@@ -338,7 +338,7 @@ class _Run:
             self.average.load(saved["average"])
         self.precision.load(saved["precision"])
         done = self.progress
-        self.context.listener.said(f"training goes on in epoch {done.epoch + 1}, after {done.place} of its steps")
+        self.context.listener.said(f"training continues in epoch {done.epoch + 1}, after {done.place} of its steps")
         own: dict[str, Any] = saved["processes"][group.rank()]
         done.loss, done.images = own["loss"][0].to(self.device), own["loss"][1]
         self.batches.left_out, self.validation.left_out = own["left_out"]
@@ -363,7 +363,7 @@ def _loaders(fit: Split, held: Split, context: Context, config: TrainingConfig) 
     unreadable: dict[str, Any] = {
         "device": context.device,
         "skip_unreadable": config.skip_unreadable,
-        "remedy": f"at most {config.skip_unreadable:.2%} may be, to be left out of training (skip_unreadable)",
+        "remedy": f"training may leave out at most {config.skip_unreadable:.2%} of them (skip_unreadable)",
         "said": context.listener.said,
     }
     preprocessing = context.preprocessing

@@ -199,11 +199,11 @@ def check_answers(teacher: Teacher, context: Context, images: torch.Tensor) -> N
     if not isinstance(logits, torch.Tensor) or logits.shape != (len(images), classes):
         found = "x".join(map(str, logits.shape[1:])) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise UserError(
-            f"distil: the teacher {teacher.name} gives {found} for an image and the data has {classes} classes; "
-            "a teacher must have the student's classes"
+            f"distil: the teacher {teacher.name} gives {found} for an image, but the data has {classes} classes; a "
+            "teacher must have the same classes as the student"
         )
     if not torch.isfinite(logits).all():
-        raise PassError(f"the teacher {teacher.name} answers with NaN or infinity")
+        raise PassError(f"the teacher {teacher.name} returns NaN or infinity")
 
 
 def _note(teacher: Teacher, settings: Distil, changes: tuple[str, ...], *, kept: bool) -> str:
@@ -212,7 +212,7 @@ def _note(teacher: Teacher, settings: Distil, changes: tuple[str, ...], *, kept:
     if settings.features:
         what.append(f"features {', '.join(settings.features)} with weight {settings.feature_weight:g}")
     why = f" ({', '.join(changes)})" if changes else ""
-    how = "its answers are kept in the store" if kept else f"it answered each step's images anew{why}"
+    how = "its outputs are kept in the store" if kept else f"it computed its outputs again in each step{why}"
     return f"taught by {teacher.name}: {'; '.join(what)}; {how}"
 
 

@@ -79,8 +79,8 @@ def checkpointed(
             whole, blocks = module, [module.get_submodule(name) for name in found.names]
     if not blocks or found.left > _WORTH:
         raise UserError(
-            f"activation_checkpointing: this network has no blocks that could be computed again to save memory: the "
-            f"best of them would leave {found.left:.0%} of it; train without"
+            "activation_checkpointing: this network has no blocks whose recomputation saves enough memory; the "
+            f"best would leave {found.left:.0%} of it: train without"
         )
     with contextlib.ExitStack() as stack:
         for block in blocks:

@@ -64,7 +64,7 @@ class TrainingResult:
     def kept(self) -> str:
         """Say which epoch was kept and how good it is, as a note."""
         which = "best of {} epochs: {}" if self.best is not None else "no better after any of {} epochs, kept {}"
-        number = str(self.best + 1) if self.best is not None else "as it was before them"
+        number = str(self.best + 1) if self.best is not None else "as it was before training"
         return (
             f"{which.format(len(self.epochs), number)}, "
             f"top-1 {self.held_out_top1:.4f} on {self.held_out_images} held-out images"

@@ -72,7 +72,7 @@ def kept_answers(
             batch_size=256,
             device=context.device,
             skip_unreadable=config.skip_unreadable,
-            remedy=f"at most {config.skip_unreadable:.2%} may be, to be left out of training (skip_unreadable)",
+            remedy=f"training may leave out at most {config.skip_unreadable:.2%} of them (skip_unreadable)",
             scratch=context.scratch,
         )
         shape = (len(fit), len(context.data.classes))
@@ -81,7 +81,7 @@ def kept_answers(
         for done, (rows, images, _) in enumerate(batches.numbered(), start=1):
             logits = answer(normalise(images, context.preprocessing, context.device, torch.float32))
             if not torch.isfinite(logits).all():
-                raise PassError(f"the teacher {teacher.name} answers with NaN or infinity")
+                raise PassError(f"the teacher {teacher.name} returns NaN or infinity")
             answers[rows.numpy()] = logits.cpu().numpy()
             context.listener.progressed(done / len(batches), "teacher")
         answers.flush()

@@ -63,7 +63,7 @@ def audit(
 ) -> None:
     """Look for known vulnerabilities in the installed Python packages and in the libraries of TorchServe's jar.
 
-    Both checks need a network; the first needs the extra `audit`. The exit code is 1 if a vulnerability is known or a
+    Both checks need a network. The first needs the extra `audit`. The exit code is 1 if a vulnerability is known or a
     check failed, and 2 without the extra.
     """
     with reported():

@@ -10,7 +10,7 @@ from serve.common.hints import DEFAULT_STORE
 
 
 def renew_keys(store: Store = DEFAULT_STORE) -> None:
-    """Replace the keys of TorchServe; clients with the old keys are refused from now on.
+    """Replace the keys of TorchServe. Clients with the old keys are refused from now on.
 
     Keys outlive a server, so that a restart does not lock out its clients. If a server is running, its keys and the
     file for curl are replaced at once. Otherwise the next start creates new ones.

@@ -250,7 +250,7 @@ def remove(
     ],
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Remove models from the running server; they finish their accepted requests first."""
+    """Remove models from the running server. They finish their accepted requests first."""
     with reported():
         from serve.common.progress import shown
         from serve.torchserve import live_changes
@@ -290,7 +290,7 @@ def stop(
     ] = None,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Stop the running server and its workers; does nothing if none is running.
+    """Stop the running server and its workers. Does nothing if none is running.
 
     The server refuses new requests and finishes the accepted ones first. If a start is in progress, `stop` waits for
     it.

@@ -22,7 +22,7 @@ def sign(
     key: Annotated[Path, typer.Option(help="A private key on the curve P-256, P-384 or P-521, in PEM.")],
     password_file: PasswordFile = None,
 ) -> None:
-    """Sign ARCHIVE with your private key; the signature is written beside it as ARCHIVE.sig.
+    """Sign ARCHIVE with your private key. The signature is written beside it as ARCHIVE.sig.
 
     It is an OpenSSF model signature, made without any network. To create a pair of keys, run `openssl ecparam -name
     prime256v1 -genkey -noout -out release.key` and `openssl ec -in release.key -pubout -out release.pub`. Sign again

@@ -8,7 +8,7 @@ from typing import Any
 from optimize.measure.rows import Report
 
 RULE = "the fastest artifact whose accuracy interval stays above minus one point"
-SELECTION = "It is the best of 11 pairs on the same images; that flatters it."
+SELECTION = "It is the best of 11 pairs on the same images, so its figures are slightly too good."
 NO_GPU = "needs a CUDA device, and this machine has none"
 
 

@@ -94,12 +94,12 @@ def open_data(reference: str, *, seed: int = 0, listener: Listener = SILENT, acc
         if entry is not None:
             raise UserError(f"data {reference!r}: write {entry.usage}")
         near = _near(reference, word, known)
-        raise UserError(f"there is no data set {reference!r}{near}; known are {', '.join(usages())}")
+        raise UserError(f"there is no data set {reference!r}{near}; known: {', '.join(usages())}")
     if entry.place and not place:
         raise UserError(f"{word} needs {entry.place}: {entry.usage}")
     data = entry.open(place, seed, listener)
     if data.gaps and not accept_gaps:
-        raise UserError(f"{'; '.join(data.gaps)}; if that is meant: {GAPS_FLAG} (accept_gaps=True in Python)")
+        raise UserError(f"{'; '.join(data.gaps)}; if you want that, add {GAPS_FLAG} (accept_gaps=True in Python)")
     return dataclasses.replace(data, gaps=(), notes=(*data.gaps, *data.notes)) if data.gaps else data
 
 

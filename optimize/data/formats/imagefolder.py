@@ -44,7 +44,7 @@ def _open(place: str, seed: int, listener: Listener) -> ImageData:
     if not root.exists():
         raise UserError(f"{root}: there is no such folder")
     if not root.is_dir():
-        raise UserError(f"{root}: is not a folder; imagefolder:DIR needs one folder a class")
+        raise UserError(f"{root}: is not a folder; imagefolder:DIR needs one folder per class")
     kept = folder_index.place(root, seed)
     found = folder_index.read(kept, root)
     if found is None:
@@ -127,7 +127,7 @@ def _splits(root: Path, folders: Sequence[Path]) -> tuple[tuple[Path, Path] | No
     train = [folder for folder, word in meant.items() if word in _TRAIN]
     val = sorted((_VAL.index(word), folder) for folder, word in meant.items() if word in _VAL)
     if len(train) > 1:
-        raise UserError(f"{root}: has {_slashed(train)}; one folder can be trained with: put them together")
+        raise UserError(f"{root}: has {_slashed(train)}; only one folder can be used for training: merge them")
     if train and not val:
         raise UserError(
             f"{root}: has {train[0].name}/ but none of {', '.join(f'{word}/' for word in _VAL)} with class folders; "
@@ -136,11 +136,14 @@ def _splits(root: Path, folders: Sequence[Path]) -> tuple[tuple[Path, Path] | No
     if train:
         judge = val[0][1]
         unused = [folder for folder in folders if folder not in (train[0], judge)]
-        notes = [f"{_slashed([judge])} is measured with; not used: {_slashed(unused)}"] if unused else []
+        notes = [f"{_slashed([judge])} is used for measuring; not used: {_slashed(unused)}"] if unused else []
         return (train[0], judge), [], notes
     if val and len(meant) == len(folders):
-        raise UserError(f"{root}: has {_slashed(folders)} and no train/ to train with; add one, or give one of them")
-    gaps = [f"{root}: {_slashed([folder])} is called as a split and holds folders, and is a class" for _, folder in val]
+        raise UserError(f"{root}: has {_slashed(folders)} but no train/; add it, or give one of these folders")
+    gaps = [
+        f"{root}: {_slashed([folder])} has the name of a split and contains folders, but is used as a class"
+        for _, folder in val
+    ]
     return None, gaps + _alike(root, inside), []
 
 
@@ -153,10 +156,10 @@ def _alike(root: Path, inside: Mapping[Path, Sequence[str]]) -> list[str]:
     if len(shared) < 2 or 2 * len(shared) < len(there):
         return []
     some = ", ".join(f"{name}/" for name in sorted(shared)[:4]) + (" …" if len(shared) > 4 else "")
-    remedy = "they are classes, and may be splits: call those train/ and val/"
+    remedy = "they are used as classes; if they are splits, rename them to train/ and val/"
     if all(map(_split_word, shared)):
-        remedy = "splits lie above classes, as train/CLASS/ and val/CLASS/"
-    return [f"{root}: {_slashed(list(inside))} all hold the same folders ({some}); {remedy}"]
+        remedy = "splits must contain the classes, as in train/CLASS/ and val/CLASS/"
+    return [f"{root}: {_slashed(list(inside))} all contain the same folders ({some}); {remedy}"]
 
 
 def _split_word(name: str) -> str | None:
@@ -192,6 +195,6 @@ IMAGE_FOLDER = register(
         name="imagefolder",
         open=_open,
         place="DIR",
-        summary="a folder with train/ and val/ or test/, or of class folders, which is split",
+        summary="a folder with train/ and val/ or test/, or with class folders only, which are split",
     )
 )

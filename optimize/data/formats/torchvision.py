@@ -96,8 +96,8 @@ def _torchvision_part(name: str, entry: _Torchvision, options: dict[str, Any], r
     except (RuntimeError, OSError, ValueError, EOFError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         raise UserError(
-            f"{name}: is not on this machine and cannot be downloaded ({reason}); "
-            f"without a network its files must lie at {root / entry.files}"
+            f"{name}: is not on this machine and cannot be downloaded ({reason}); without a network, put its files "
+            f"at {root / entry.files}"
         ) from None
     paths: list[Path] = []
     encoded: list[bytes] = []

@@ -70,7 +70,7 @@ EXPORTING: Final = Table[nn.Module, None](
         ),
         Rewrite(
             "decompose-where-needed",
-            "Lets the exporter trace a program anew only where something in it must be decomposed.",
+            "Lets the exporter trace a program again only if a part of it must be decomposed.",
             lambda module, _: decomposed_where_needed(),
             faults=(Fault("torch.onnx", _TORCH, "a third to three quarters of an export's time", costs="speed"),),
         ),

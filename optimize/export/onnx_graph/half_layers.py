@@ -61,7 +61,7 @@ def halve_layers(model: onnx.ModelProto, layers: Collection[str]) -> int:
                 node.input[place] = half.name
         nodes += [node, last]
     if missing := sorted(set(layers) - found):
-        raise PassError(f"no layer {missing[0]!r} of this graph has float weights under its name, to store in FP16")
+        raise PassError(f"this graph has no layer {missing[0]!r} with float weights to store in FP16")
     del graph.node[:]
     graph.node.extend(nodes)
     return saved

@@ -28,8 +28,8 @@ class TakesPixels(Config):
 
     input: GraphInput = Field(
         default="uint8",
-        description="what the graph takes: uint8, pixels as they are, which it normalises itself (the same answers; at "
-        "least as fast in most rows of docs/benchmarks/cpu.md, slower in others), or float, normalised float32",
+        description="input of the graph: uint8 (raw pixels, which the graph normalizes; the same answers and usually "
+        "at least as fast) or float (normalized float32)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Rules of operators between quantized layers: sums, pools and norms in float cost what quantization gained."""
+"""Rules of operators between quantized layers. Sums, pools and norms in float lose what quantization gained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool")
 
 @rule("doubled-pair", "warning")
 def doubled(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Nothing is dequantized only to be quantized again: the second pair rounds again, or does nothing."""
+    """Nothing is dequantized only to be quantized again. The second pair rounds again, or does nothing."""
     for node in graph.of("QuantizeLinear"):
         before = graph.producer(node)
         if before is None or before.op_type != "DequantizeLinear" or graph.constant(node.input[0]):
@@ -31,7 +31,7 @@ def doubled(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         yield Fault(
             label(node),
             f"it quantizes {said} what {label(before)} has just dequantized",
-            "take away the pair" if same else "let both sides share one scale",
+            "remove the pair" if same else "let both sides share one scale",
         )
 
 
@@ -63,8 +63,8 @@ def residuals(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 def pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A pool between quantized layers reads integers.
 
-    TensorRT moves a QuantizeLinear in front of a MaxPool by itself ("Explicit Quantization": it commutes), but not in
-    front of an average pool.
+    TensorRT moves a QuantizeLinear in front of a MaxPool by itself ("Explicit Quantization": it commutes). It does not
+    do so with an average pool.
     """
     for node in graph.of(*_POOLS, "ReduceMean"):
         if node.op_type in ("MaxPool", "GlobalMaxPool") and target == "tensorrt":
@@ -76,7 +76,7 @@ def pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("padded-layer", "warning")
 def padded_layers(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Zeros around the input of quantized convolutions are their own padding: engines fold no Pad between quantizers.
+    """Zeros around the input of quantized convolutions are their own padding. Engines fold no Pad between quantizers.
 
     ONNX Runtime (1.31, ``PadFusion``) and OpenVINO (2026.4) fold a Pad that a convolution reads directly. A quantized
     convolution pads with the zero point, which stands for zero. A Pad between two scales stays. ONNX Runtime merges two
@@ -96,7 +96,7 @@ def padded_layers(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 
 def _is_of_zeros(graph: Graph, pad: NodeProto) -> bool:
-    """Tell whether a Pad adds a constant number of zeros, or of zero points for integers, and does not crop."""
+    """Tell whether a Pad only adds zeros, or zero points for integers, in a constant number."""
     sizes, number = graph.values(pad, 1), graph.values(pad, 2)
     if sizes is None or (sizes < 0).any() or not sizes.any() or attribute(pad, "mode", b"constant") != b"constant":
         return False
@@ -117,7 +117,7 @@ def _rounded_otherwise(graph: Graph, pad: NodeProto) -> bool:
 
 
 def _readers(graph: Graph, pad: NodeProto) -> Iterator[tuple[NodeProto, NodeProto]]:
-    """Yield the readers of a Pad's output, perhaps behind quantizers, and the node that each reads."""
+    """Yield the readers of a Pad's output, also those behind quantizers. With each comes the node that it reads."""
     waiting, seen = [pad], set[str]()
     while waiting:
         given = waiting.pop()
@@ -157,7 +157,7 @@ def norms(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         if before is not None and before.op_type in LAYERS and graph.alone(before):
             yield Fault(
                 label(node),
-                f"it normalises what {label(before)} alone gives",
+                f"it normalizes the output of {label(before)}, which nothing else reads",
                 "fold it into that layer before quantizing (the pass fuse; ONNX Runtime: quant_pre_process)",
             )
 

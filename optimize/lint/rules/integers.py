@@ -1,4 +1,4 @@
-"""Rules of integers: the graph has some, their types suit the target, and they are within its range."""
+"""Rules of integers. The graph has some, their types suit the target, and they are within its range."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ _MOST_OF_16_BITS = 32_767
 
 @rule("nothing-quantized", "error")
 def nothing(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A quantized graph has quantizers: some exporters silently return a float graph."""
+    """A quantized graph has quantizers. Some exporters silently return a float graph."""
     if not any(graph.of(*_PAIR, *_WHOLE)):
-        yield Fault("the graph", "nothing is quantized, this is a float graph", "quantize it, and lint what comes out")
+        yield Fault(
+            "the graph", "nothing is quantized: this is a float graph", "quantize it first, then lint the result"
+        )
 
 
 @rule("integer-type", "error", TENSORRT)
 def types(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """Integers are signed and of 8 bits (or of 4, or FP8, for weights).
 
-    onnx-tensorrt, docs/operators.md: DequantizeLinear takes INT8, FP8, FP4 and INT4, and "UINT8 is only supported as
+    DequantizeLinear takes INT8, FP8, FP4 and INT4 (onnx-tensorrt, docs/operators.md). "UINT8 is only supported as
     network input or output tensor types". Its parser otherwise takes uint8 for int8 ("TensorRT will use INT8 instead").
     """
     for node in graph.of(*_PAIR):
@@ -45,7 +47,7 @@ def types(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 def slow(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """Activations are uint8 and weights int8, the types that VNNI multiplies.
 
-    ONNX Runtime on a CPU was measured four times slower on int8 activations than on uint8 (1.31, ResNet-18).
+    On a CPU, ONNX Runtime was four times slower with int8 activations than with uint8 (1.31, ResNet-18).
     """
     for layer in graph.of(*LAYERS):
         for number, wanted in ((0, "UINT8"), (1, "INT8")):
@@ -60,11 +62,12 @@ def slow(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("saturating-sums", "error", ("x86",))
 def sums(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """The sum of two products of a layer's input and its weight fits into 16 bits: one of the two has 7 bits.
+    """The sum of two products of a layer's input and its weight fits into 16 bits. One of the two has 7 bits.
 
-    CPUs without VNNI add pairs of products of unsigned and signed bytes in 16 bits (VPMADDUBSW, which saturates). Two
-    products of 255 · 127 do not fit. There are two remedies: weights of -63 to 63 (ONNX Runtime's ``reduce_range``,
-    NNCF's ``overflow_fix``), or activations of 0 to 127, which need a Clip each (torch's ``reduce_range``).
+    CPUs without VNNI multiply unsigned by signed bytes, and add pairs of products in 16 bits. VPMADDUBSW, which does
+    it, saturates. Two products of 255 · 127 do not fit. There are two remedies. Weights of -63 to 63 are one (ONNX
+    Runtime's ``reduce_range``, NNCF's ``overflow_fix``). Activations of 0 to 127 are the other, and each needs a Clip
+    (torch's ``reduce_range``).
     """
     for layer in graph.of(*LAYERS):
         given, weight = graph.dequantizer(layer), graph.weight(layer)
@@ -83,12 +86,13 @@ def sums(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("lost-clamp", "error", CPUS)
 def clamps(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Where activations have 7 bits, a Clip at each quantizer of a layer's input keeps them there.
+    """If activations have 7 bits, each quantizer of a layer's input has a Clip that keeps them there.
 
-    QuantizeLinear saturates at the end of its type, 255, not at 127. The exporter of torch 2.11 to 2.14 drops the clamp
-    (onnxscript pull request 3052). A clamp counts as lost if other quantizers of the graph have one. A ReLU6's Clip
-    does not count, unless its bound becomes an integer within the range. A Clip on the integers, behind the quantizer,
-    is better. A float Clip before it keeps ONNX Runtime (1.31) from computing the layer in integers.
+    QuantizeLinear saturates at 255, the end of its type, and not at the end of 7 bits. The exporter of torch 2.11 to
+    2.14 drops the clamp (onnxscript pull request 3052). A clamp counts as lost if other quantizers of the graph have
+    one. A ReLU6's Clip does not count, unless its bound becomes an integer within the range. A Clip on the integers,
+    behind the quantizer, is better. A float Clip before it keeps ONNX Runtime (1.31) from computing the layer in
+    integers.
     """
     read = [node for node in graph.of("QuantizeLinear") if _feeds_layer(graph, node)]
     unsigned = [node for node in read if graph.integers(node) == TensorProto.UINT8]
@@ -122,9 +126,9 @@ def _reach(graph: Graph, dequantizer: NodeProto) -> int:
 
 
 def _bounds(graph: Graph, quantizer: NodeProto) -> tuple[int, int] | None:
-    """Return the integer bounds of a quantizer's Clip, behind it or before it, and None without such a Clip.
+    """Return the integer bounds of a quantizer's Clip, behind it or before it. None if there is no such Clip.
 
-    The quantizer is of uint8. Where the Clip has no bound, or an infinite one, the end of uint8 counts.
+    The quantizer has the type uint8. If the Clip has no bound, or an infinite one, the end of uint8 counts.
     """
     behind, before = graph.kept_to(quantizer), graph.producer(quantizer)
     clip = before if behind is None else behind

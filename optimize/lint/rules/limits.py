@@ -1,8 +1,8 @@
-"""Limits of TensorRT's ONNX parser for operators that it has: attributes, and inputs that must be known at build time.
+"""Limits of TensorRT's ONNX parser: attributes of its operators, and inputs that must be known at build time.
 
-Source: the column "Restrictions" of onnx-tensorrt's docs/operators.md of TensorRT 10.15. These are left out: pools,
-which have a rule of their own; cases that need shapes (EyeLike, Hardmax, DeformConv, a dynamic Scan). Also
-bidirectional RNNs, and Attention, RotaryEmbedding and TensorScatter, which are of opset 23 and 24.
+Source: the column "Restrictions" of onnx-tensorrt's docs/operators.md for TensorRT 10.15. Pools have their own rule.
+Cases that need shapes are left out (EyeLike, Hardmax, DeformConv, a dynamic Scan). So are bidirectional RNNs, and
+operators of opset 23 and 24: Attention, RotaryEmbedding and TensorScatter.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _VALUES: dict[str, dict[str, tuple[int | str, ...]]] = {
 
 @rule("operator-limit", "error", TENSORRT)
 def limits(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """An operator is used as the parser accepts it: axes are constant, TopK takes below 3840 (docs/operators.md)."""
+    """An operator is used as the parser accepts it. Axes are constant, TopK takes below 3840 (docs/operators.md)."""
     for node in graph.of():
         if node.domain in ("", "ai.onnx"):
             yield from (Fault(label(node), said, remedy) for said, remedy in _broken(graph, node))

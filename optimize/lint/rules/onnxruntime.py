@@ -18,12 +18,12 @@ _POSITIVE = ("Relu", "Sigmoid", "HardSigmoid", "Softmax", "Abs")
 
 @rule("padded-pool", "warning", CPUS)
 def padded_pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A pool reads no zeros that a Pad puts around an image: ONNX Runtime takes them for the pool's own padding.
+    """A pool reads no zeros that a Pad puts around an image. ONNX Runtime takes them for the pool's own padding.
 
-    ONNX Runtime (1.31, ``PadFusion``; its pull request 18136) does so at its default optimization level if nothing else
-    reads them. A max pool ignores its own padding, so the maximum of a zero and negative numbers becomes negative. No
-    padding may be as wide as its pool: such a graph cannot be opened. Averages with narrower padding are right, and so
-    are maxima of values that are never negative (see `optimize.export.onnx_graph.pool_rewrites`).
+    ONNX Runtime (1.31, ``PadFusion``, its pull request 18136) does so by default, if nothing else reads the zeros. A
+    max pool ignores its own padding. So the maximum of a zero and negative numbers becomes negative. No padding may be
+    as wide as its pool. Such a graph cannot be opened. Averages with narrower padding are right. So are maxima of
+    values that are never negative (see `optimize.export.onnx_graph.pool_rewrites`).
     """
     for node in graph.of("MaxPool", "AveragePool"):
         pad = _border(graph, node)
@@ -44,7 +44,7 @@ def padded_pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("counted-end", "warning", CPUS)
 def counted_ends(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """An average between integers that may reach over an image's end counts no padding: engines count other places.
+    """An average between integers that may reach over an image's end counts no padding. Engines count other places.
 
     This concerns sizes that are rounded up (``ceil_mode``). ONNX Runtime (1.31, ``QLinearAveragePool``) counts places
     that do not exist. So does OpenVINO (2026.4.1) with zeros around the image (see
@@ -62,7 +62,7 @@ def counted_ends(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("softmax-range", "warning", CPUS)
 def softmax_ranges(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A softmax between integers gives shares in steps of a 256th or more: ONNX Runtime wraps more than 256 around.
+    """A softmax between integers has output steps of 1/256 or more. ONNX Runtime wraps more than 256 of them around.
 
     ONNX Runtime (1.31) fuses it into an integer operator (``QLinearSoftmax``) that does not saturate (see
     `optimize.quantization.lowering.softmax_shares`).
@@ -121,7 +121,7 @@ def _border(graph: Graph, pool: NodeProto) -> NodeProto | None:
 
 
 def _wide(graph: Graph, pad: NodeProto, pool: NodeProto) -> bool:
-    """Tell whether a Pad and a pool's own padding are together as wide as the pool, on some side."""
+    """Tell whether a Pad and a pool's own padding together are as wide as the pool on some side."""
     kernel = attribute(pool, "kernel_shape", ())
     sizes = graph.values(pad, 1)
     assert sizes is not None

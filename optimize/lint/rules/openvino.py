@@ -30,13 +30,13 @@ _SIZES_PASS = ("Concat", "Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity", 
 
 @rule("norm-floor", "warning", CPUS)
 def norm_floors(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A norm that divides its integers' values has a lower bound of half a step: engines leave a residue of zeros.
+    """A norm that divides its integers' values has a lower bound of half a step. Engines leave a residue of zeros.
 
     OpenVINO (2026.4.1) fuses quantizer and dequantizer into one FakeQuantize. A zero then leaves the rounding errors of
-    its zero point. With a bound of 1e-12 a vector of them is divided by its own length, and gets length 1. No other
-    norm is below a step, so a bound of half a step changes no quotient (see
-    `optimize.quantization.lowering.openvino.norm_floors`). Other uses of a norm, such as its logarithm or the quotient
-    of another tensor, are no directions, and there such a bound matters.
+    its zero point. With a bound of 1e-12, a vector of such errors is divided by its own length. Its length becomes one.
+    No other norm is below a step, so a bound of half a step changes no quotient (see
+    `optimize.quantization.lowering.openvino.norm_floors`). A norm may have other uses, such as a logarithm or the
+    quotient of another tensor. There such a bound matters.
     """
     for node in graph.of("Clip", "Max"):
         number, norm = _norm(graph, node)
@@ -58,7 +58,7 @@ def norm_floors(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("integer-reduction", "warning", CPUS)
 def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Sums and means over axes do not read dequantized values: OpenVINO reduces the integers, and wrongly.
+    """Sums and means over axes do not read dequantized values. OpenVINO reduces the integers, and wrongly.
 
     OpenVINO (2026.4.1) moves the DequantizeLinear behind them. Means over the last two of four axes are right (see
     `optimize.quantization.lowering.openvino.reductions`).
@@ -68,14 +68,14 @@ def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
             continue
         yield Fault(
             label(node),
-            "it reduces what is dequantized, and OpenVINO gives other numbers for that",
+            "it reduces what is dequantized, and OpenVINO computes wrong values for that",
             "put a Max with the lowest float, which changes nothing, between the DequantizeLinear and it",
         )
 
 
 @rule("integer-extreme", "warning", CPUS)
 def extremes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Maxima and minima of floats over axes are not quantized right behind: OpenVINO compares bytes, and wrongly.
+    """Maxima and minima of floats over axes are not quantized right behind. OpenVINO compares bytes, and wrongly.
 
     OpenVINO (2026.4.1) lets them write the quantizer's bytes. Over dequantized values they are right (see
     `optimize.quantization.lowering.openvino.extremes`).
@@ -84,14 +84,14 @@ def extremes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         if not graph.dequantized(node) and graph.before_integers(node):
             yield Fault(
                 label(node),
-                "a quantizer reads it, and OpenVINO gives other numbers for that",
+                "a quantizer reads it, and OpenVINO computes wrong values for that",
                 "put a Max with the lowest float, which changes nothing, between it and the QuantizeLinear",
             )
 
 
 @rule("integer-border", "warning", CPUS)
 def borders(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Dequantized values get no padding along one axis, except zeros with zero point 0: OpenVINO fills it wrongly.
+    """Dequantized values get no padding along one axis, except zeros with zero point 0. OpenVINO fills it wrongly.
 
     OpenVINO (2026.4.1) moves the DequantizeLinear behind the Pad. Padding along two axes is right (see
     `optimize.quantization.lowering.openvino.borders`).
@@ -104,16 +104,16 @@ def borders(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         if any(values.any() for values in shifted) and sizes.reshape(2, -1).any(0).sum() == 1:
             yield Fault(
                 label(node),
-                "it puts a border along one axis around what is dequantized, and OpenVINO gives other numbers there",
+                "it puts a border along one axis around what is dequantized, and OpenVINO computes wrong values there",
                 "put a Max with the lowest float, which changes nothing, between the DequantizeLinear and it",
             )
 
 
 @rule("norm-epsilon", "warning", CPUS)
 def norm_epsilons(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A norm of dequantized values has an epsilon that is tiny beside their variance: OpenVINO adds it to integers.
+    """A norm of dequantized values has an epsilon that is tiny beside their variance. OpenVINO adds it to integers.
 
-    OpenVINO (2026.4.1) normalises the integers, whose variances are larger by the square of their scale (see
+    OpenVINO (2026.4.1) normalizes the integers. Their variances are larger by the square of their scale (see
     `optimize.quantization.lowering.openvino.reductions`).
     """
     for node in graph.of("LayerNormalization", "InstanceNormalization", "GroupNormalization"):
@@ -130,7 +130,7 @@ def norm_epsilons(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("counted-zeros", "warning", CPUS)
 def counted_zeros(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """An average that counts zeros around a map reads no integers with a zero point: OpenVINO counts the integer 0.
+    """An average that counts zeros around a map reads no integers with a zero point. OpenVINO counts the integer 0.
 
     OpenVINO (2026.4.1) averages the integers and dequantizes afterwards (see
     `optimize.quantization.lowering.openvino.borders`).
@@ -148,12 +148,12 @@ def counted_zeros(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("group-width", "warning", CPUS)
 def group_widths(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A group of a quantized 1×1 convolution reads up to 64 channels, or 64 n: OpenVINO gets others wrong with AMX.
+    """A group of a quantized 1×1 convolution reads up to 64 channels, or 64 n. OpenVINO gets others wrong with AMX.
 
     On CPUs with AMX, OpenVINO (2026.4.1) has a kernel for 1×1 convolutions without stride or padding. It reads 64
     channels at once, also those of the next group. All results are wrong if a group has another multiple of 4 (72, 96,
-    120). Other widths use another kernel. If a group also gives more than 64 channels, it was seen to raise "No reorder
-    available" at run time. All were right with ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI``, and with padding (see
+    120). Other widths use another kernel. If a group also gives more than 64 channels, it raised "No reorder available"
+    at run time. All were right with padding, and with ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI`` (see
     `optimize.quantization.lowering.amx.group_widths`).
     """
     for node in graph.of("Conv"):
@@ -165,17 +165,17 @@ def group_widths(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         if {*kernel} == {1} and not placed and misfits_amx(width):
             yield Fault(
                 label(node),
-                f"its groups read {width} channels, and OpenVINO gives other numbers for that on CPUs with AMX",
+                f"its groups read {width} channels, and OpenVINO computes wrong values for that on CPUs with AMX",
                 "give it a border along one axis, and cut that off its integers",
             )
 
 
 @rule("narrow-groups", "warning", CPUS)
 def narrow_groups(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A group of a convolution of several places reads 32 channels or more: OpenVINO gets fewer wrong with AMX.
+    """A group of a convolution of several places reads 32 channels or more. OpenVINO gets fewer wrong with AMX.
 
-    OpenVINO (2026.4.1) computes only the first group right, if groups have more than 16 outputs (except 32) and the
-    integers that they read have a zero point (see `optimize.quantization.lowering.amx.narrow_groups`).
+    OpenVINO (2026.4.1) computes only the first group right. This concerns groups with more than 16 outputs (except 32)
+    that read integers with a zero point (see `optimize.quantization.lowering.amx.narrow_groups`).
     """
     for node in graph.of("Conv"):
         weight, given, groups = graph.kernel(node), graph.dequantizer(node), attribute(node, "group", 1)
@@ -186,16 +186,16 @@ def narrow_groups(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         if misfits_amx_narrow(groups, channels, answers // groups, math.prod(kernel)):
             yield Fault(
                 label(node),
-                f"its groups read {channels} channels, and OpenVINO gives other numbers for that on CPUs with AMX",
+                f"its groups read {channels} channels, and OpenVINO computes wrong values for that on CPUs with AMX",
                 "put groups together, with zeros for the weights between them",
             )
 
 
 @rule("joined-pair", "warning", CPUS)
 def joined(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A ReLU or a constant reads a concatenation before it is quantized again: OpenVINO ends the process otherwise.
+    """A ReLU or arithmetic with a constant reads a concatenation, not its quantized values. OpenVINO ends the process.
 
-    OpenVINO (2026.4.1) opens such a graph with a step, ``MoveFakeQuantize``, that ends with SIGSEGV if the pair behind
+    OpenVINO (2026.4.1) opens such a graph with a step, ``MoveFakeQuantize``. It ends with SIGSEGV if the pair behind
     the Concat has a zero point (see `optimize.quantization.lowering.openvino.concatenations`).
     """
     for node in graph.of("Relu", "Mul", "Add", "Sub", "Div"):
@@ -215,10 +215,10 @@ def joined(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("joined-tokens", "warning", CPUS)
 def joined_tokens(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A linear layer reads no integers that are concatenated along another axis: OpenVINO cannot open such a graph.
+    """A linear layer reads no integers that are concatenated along another axis. OpenVINO cannot open such a graph.
 
-    OpenVINO (2026.4.1) moves the quantizer in front of the Concat, and divides the layer's weight by a scale for each
-    token (see `optimize.quantization.lowering.openvino.concatenations`).
+    OpenVINO (2026.4.1) moves the quantizer in front of the Concat. Then it divides the layer's weight by a scale for
+    each token (see `optimize.quantization.lowering.openvino.concatenations`).
     """
     for node in graph.of("MatMul", "Gemm"):
         parts = _put_together(graph, node, 0)
@@ -256,10 +256,10 @@ def _reduced(graph: Graph, node: NodeProto) -> Sequence[int]:
 
 @rule("counted-images", "warning", CPUS)
 def counted(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Nothing is repeated for the number of images that the graph counts: OpenVINO then loses a quantized layer's bias.
+    """Nothing is repeated for the number of images that the graph counts. OpenVINO then loses a quantized layer's bias.
 
-    OpenVINO (2026.4.1) reads that number from another tensor with as many images, such as a convolution's output. That
-    output then has a second reader between it and its bias (see
+    OpenVINO (2026.4.1) reads that number from another tensor with as many images. If that is a convolution's output,
+    it then has a second reader between it and its bias (see
     `optimize.export.onnx_graph.engine_rewrites.write_out_copies`). It was seen where one size of a Shape is taken.
     `zeros_like`, which takes all sizes, was right.
     """

@@ -19,7 +19,7 @@ def scales(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
     ONNX's QuantizeLinear divides by them. TensorRT's parser asserts "Scale coefficients must all be positive"
     (onnx-tensorrt, ``QuantDequantLinearHelper``). A scale of 0 comes from a tensor without values in calibration.
-    Processors in FTZ mode, and the fast arithmetic of GPUs, flush a subnormal number to 0.
+    Processors in FTZ mode flush a subnormal number to 0. So does the fast arithmetic of GPUs.
     """
     for node in graph.of(*_PAIR):
         scale = graph.values(node, 1)
@@ -46,7 +46,7 @@ def scales(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("computed-scale", "error")
 def computed_scales(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Scales and zero points are constants of the file: in a static graph, calibration found them.
+    """Scales and zero points are constants of the file. In a static graph, calibration found them.
 
     ONNX Runtime fuses only constant ones (``QDQ::…NodeGroupSelector``). With a computed scale a layer stays in float.
     """
@@ -67,8 +67,8 @@ def zero_points(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
     TensorRT's parser: "TensorRT only supports symmetric quantization. The zero point for the
     QuantizeLinear/DequantizeLinear operator must be all zeros", and "The scale and zero point must have the same
-    volume" (onnx-tensorrt, ``QuantDequantLinearHelper``; docs/operators.md). On CPUs, kernels with a zero point for
-    each weight channel are not the ones that VNNI makes fast.
+    volume" (onnx-tensorrt, ``QuantDequantLinearHelper``; docs/operators.md). On CPUs, the
+    kernels that VNNI makes fast have no zero point for each weight channel.
     """
     for node in graph.of(*_PAIR):
         zero, scale = graph.values(node, 2), graph.tensor(node, 1)

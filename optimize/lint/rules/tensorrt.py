@@ -1,7 +1,7 @@
-"""Rules of TensorRT's ONNX parser beside quantizers: opset, operators, and the places for uint8.
+"""Rules of TensorRT's ONNX parser for more than quantizers: opset, operators, and the places for uint8.
 
-Source: onnx-tensorrt's docs/operators.md of TensorRT 10.15. That of 11.2 has the same range of opsets, and 11.5's
-release notes add 25.
+Source: onnx-tensorrt's docs/operators.md of TensorRT 10.15. That of 11.2 has the same range of opsets. The release
+notes of 11.5 add opset 25.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def opsets(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("operator", "error", TENSORRT)
 def operators(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """The parser imports every operator: each is of ONNX's own domain, and marked Y in docs/operators.md.
+    """The parser imports every operator. Each is of ONNX's own domain, and marked Y in docs/operators.md.
 
     Operators of ONNX Runtime's domain (``com.microsoft``) are its own. QLinearConv and similar operators are not
     imported.

@@ -1,4 +1,4 @@
-"""Rules of weights: integers in the file, a scale for each output channel, and an input that is quantized, too."""
+"""Rules of weights. Integers in the file, one scale per output channel, and a quantized input."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def unfolded(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """Weights are integers in the file, not floats behind a QuantizeLinear.
 
     Both are legal (TensorRT takes "high-precision" and "pre-quantized weights", see "Explicit Quantization" in its
-    documentation). But the file is four times as large, and whatever folds the weights later rounds ties in its own
-    way.
+    documentation). But the file is four times as large. And the tool that folds the weights later rounds ties in its
+    own way.
     """
     for node in graph.of("QuantizeLinear"):
         if graph.constant(node.input[0]):
@@ -33,7 +33,7 @@ def unfolded(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("half-quantized-layer", "warning")
 def half_quantized(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Input and weight of a layer are both quantized, or neither: with one in float, it computes in float."""
+    """Input and weight of a layer are both quantized, or neither. With one in float, it computes in float."""
     for layer in graph.of(*LAYERS):
         if len(layer.input) < 2 or not graph.constant(layer.input[1]):
             continue
@@ -56,10 +56,10 @@ def half_quantized(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 def axes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A weight with several scales has one for each output channel.
 
-    The channels are axis 0 of a convolution's weight, axis 1 of a transposed one's, and the columns of the product of a
-    Gemm or MatMul. ONNX's default is axis 1. TensorRT's parser: "The number of scales is not equal to the number of
-    output channels" (onnx-tensorrt, ``QuantDequantLinearHelper``). Blocks of weights (``block_size``, from opset 21 on)
-    have their own scales, and are not checked.
+    The channels are axis 0 of a convolution's weight, and axis 1 of a transposed one's. For a Gemm or MatMul they are
+    the columns of the product. ONNX's default is axis 1. TensorRT's parser: "The number of scales is not equal to the
+    number of output channels" (onnx-tensorrt, ``QuantDequantLinearHelper``). Blocks of weights (``block_size``, from
+    opset 21 on) have their own scales. They are not checked.
     """
     for layer in graph.of(*LAYERS):
         weight = graph.weight(layer)
@@ -85,7 +85,7 @@ def int32_bias(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """Biases are floats for TensorRT.
 
     For an int32 bias behind a DequantizeLinear its parser says "only activation types allowed as input to this layer"
-    (onnx-tensorrt issue 850, TensorRT issue 3360). docs/operators.md lists INT8, FP8, FP4 and INT4 for it.
+    (onnx-tensorrt issue 850, TensorRT issue 3360). The types that docs/operators.md lists are INT8, FP8, FP4 and INT4.
     """
     for node in graph.of("DequantizeLinear"):
         if graph.constant(node.input[0]) and graph.integers(node) == TensorProto.INT32:
@@ -98,7 +98,7 @@ def int32_bias(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("weight-128", "warning", CPUS)
 def least_integer(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Symmetric weights of 8 bits stay within −127 … 127, so that −w is representable whenever w is.
+    """Symmetric weights of 8 bits stay within −127 … 127. Then −w is representable whenever w is.
 
     A −128 shows that the tool clipped to other bounds than those of its scales. Torch's two conversions differ in it.
     """

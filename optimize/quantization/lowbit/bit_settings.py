@@ -22,22 +22,26 @@ class LowBits(Choices):
     """The settings that ``ptq-lowbit`` and ``qat-lowbit`` share. 8 bits are int8, as in ``ptq``."""
 
     weight_bits: int = Field(
-        default=4, ge=1, le=8, description="of the weights of convolutions and linear layers; 1: -1 and 1; 8: int8"
+        default=4,
+        ge=1,
+        le=8,
+        description="bits of the weights of convolutions and linear layers; 1 means -1 and 1, 8 means int8",
     )
     activation_bits: int = Field(
-        default=4, ge=1, le=8, description="of what those layers read; shortcuts, sums and pools stay int8; 8: int8"
+        default=4,
+        ge=1,
+        le=8,
+        description="bits of the inputs of those layers (8 means int8); shortcuts, sums and pools stay int8",
     )
     ends_int8: bool = Field(default=True, description="whether the first and the last layer stay int8")
     keep_int8: tuple[str, ...] = Field(
-        default=(), description="further modules whose layers stay int8, as patterns like those of keep_float"
+        default=(), description="other modules whose layers stay int8, as patterns like those of keep_float"
     )
 
     @model_validator(mode="after")
     def _fewer_somewhere(self) -> LowBits:
         if self.weight_bits == self.activation_bits == 8:
-            raise ValueError(
-                "weight_bits and activation_bits are 8, which is int8: ptq makes that by calibration, qat by training"
-            )
+            raise ValueError("weight_bits and activation_bits are both 8, which is int8: use ptq or qat for that")
         return self
 
     def patterns(self) -> Mapping[str, Iterable[str]]:
@@ -55,21 +59,21 @@ class LowBitTraining(LowBits):
 
     weight_quantizer: WeightQuantizerName = Field(
         default_factory=lambda others: "xnor" if others.get("weight_bits") == 1 else "lsq",
-        description="lsq (learned step) and dorefa, of 2 to 7 bits; twn and ttq: ternary, of weight_bits 2 (ttq learns "
-        "a scale for each sign, and is stored as int8); xnor and balanced (IR-Net's): of 1 bit. By default lsq, and "
-        "xnor of 1 bit",
+        description="lsq (learned step) or dorefa for 2 to 7 bits; twn or ttq (ternary) for weight_bits 2, xnor or "
+        "balanced (IR-Net) for 1 bit. ttq learns a scale for each sign and is stored as int8. Default: "
+        "lsq, or xnor for 1 bit",
     )
     activation_quantizer: ActivationQuantizerName = Field(
-        default="lsq", description="lsq (learned step), pact (learned end) or dorefa (as calibrated)"
+        default="lsq", description="lsq (learned step), pact (learned bound) or dorefa (calibrated bound)"
     )
     weights: Granularity = Field(
-        default="per-channel", description="steps or scales of a layer's weight: one for each output channel, or one"
+        default="per-channel", description="scales of a layer's weight: one per output channel, or one for all"
     )
 
     @field_validator("overrides")
     @classmethod
     def _of_activations(cls, overrides: dict[str, Override]) -> dict[str, Override]:
-        of_activations(overrides, "qat-lowbit trains all with one weight_quantizer")
+        of_activations(overrides, "qat-lowbit trains all layers with one weight_quantizer")
         return overrides
 
     @model_validator(mode="after")
@@ -86,7 +90,7 @@ class LowBitTraining(LowBits):
         if needed is not None and bits != needed:
             raise ValueError(f"weight_quantizer {name} is for weight_bits {needed} (they are {bits})")
         if bits == 1 and needed is None:
-            raise ValueError(f"weight_quantizer {name} needs weight_bits 2 to 7; of 1 bit there are xnor and balanced")
+            raise ValueError(f"weight_quantizer {name} needs weight_bits 2 to 7; for 1 bit use xnor or balanced")
         return self
 
     @property
@@ -116,7 +120,7 @@ def low_layers(
     found = [name for name in layers if name not in ends and not covered(name, kept) and not chosen.in_float(name)]
     if not found:
         raise NotApplicableError(
-            "this model has no convolution or linear layer but those that stay int8 or in float"
+            "all convolutions and linear layers of this model stay int8 or in float"
             + (" (its first and last do: ends_int8)" if ends else "")
         )
     return tuple(found)

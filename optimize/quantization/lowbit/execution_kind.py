@@ -42,7 +42,7 @@ def note(label: str, layers: int, way: Way, bits: int) -> str:
     what = f"{label} in {layers} layers, the others int8"
     if way == "simulated":
         return f"{what}: simulated, a float program between quantizers; no faster than float (1.0×)"
-    smaller = "no type of ONNX that is smaller holds them"
+    smaller = "ONNX has no smaller type for them"
     if bits <= _SMALLEST[-1]:
         smaller = f"onnx-packed stores them in {' or '.join(str(size) for size in _SMALLEST if size >= bits)} bits"
     return (

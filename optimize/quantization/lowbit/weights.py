@@ -93,7 +93,7 @@ class WeightQuantizer(FakeQuantizeBase):
 
     def calculate_qparams(self, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Unknown without the weight. See `codes`."""
-        raise NotImplementedError("a weight's scale depends on the weight; ask codes(weight)")
+        raise NotImplementedError("the scale of a weight depends on the weight; use codes(weight)")
 
 
 class LsqWeight(WeightQuantizer):

@@ -207,7 +207,7 @@ def verify(
     if len(quantizers) != activations or len(folded_weights) != weights:
         raise PassError(
             f"QDQ graph: {len(quantizers)} activation and {len(folded_weights)} weight quantizers came out of the "
-            f"export, torch has {activations} and {weights}"
+            f"export, but torch has {activations} and {weights}"
         )
     takers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
@@ -220,7 +220,7 @@ def verify(
     if clamped < len(clamps):
         raise PassError(f"QDQ graph: {len(clamps)} activation ranges need a clamp, only {clamped} have one")
     if not folded_weights:
-        raise PassError("QDQ graph: nothing is quantized, this is a float graph")
+        raise PassError("QDQ graph: nothing is quantized: this is a float graph")
     left = sum(
         onnx.numpy_helper.to_array(tensor).nbytes
         for tensor in graph.initializer

@@ -90,7 +90,7 @@ def put_padding(module: fx.GraphModule, taken: Mapping[fx.Node, Padding]) -> Non
     nodes = {*module.graph.nodes}
     for node, padding in taken.items():
         if node not in nodes:
-            raise PassError(f"{node.name}: a convolution that is padded was rewritten, and would lose its padding")
+            raise PassError(f"{node.name}: a padded convolution was rewritten and would lose its padding")
         with module.graph.inserting_before(node):
             padded = module.graph.call_function(padding.target, (node.args[0], *padding.settings))
         node.args = (padded, *node.args[1:])

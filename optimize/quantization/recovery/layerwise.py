@@ -37,17 +37,19 @@ class Recovery(Config):
     """Settings of the recovery without training."""
 
     weights: Granularity = Field(
-        default="per-channel", description="scales of a layer's weight: one for each output channel, or one in all"
+        default="per-channel", description="scales of a layer's weight: one per output channel, or one for all"
     )
     weight_observer: WeightObserver = Field(
-        default="minmax", description="how far a weight's range reaches: minmax (all of it), percentile (99.99), mse"
+        default="minmax", description="how weight ranges are found: minmax (all of it), percentile (99.99), mse"
     )
     rounding: Literal["nearest", "adaround"] = Field(
         default="nearest",
-        description="of weights: to the nearest integer, or up or down as a layer's output is nearest to the float "
-        "layer's, learned on the calibration images (AdaRound)",
+        description="rounding of weights: to the nearest integer, or learned on the calibration images so that each "
+        "layer's output stays close to the float layer's (AdaRound)",
     )
-    rounding_steps: int = Field(default=500, ge=1, description="steps of Adam for each layer that adaround takes")
+    rounding_steps: int = Field(
+        default=500, ge=1, description="number of steps of Adam that adaround takes for each layer"
+    )
     bias_correction: bool = Field(
         default=False,
         description="shift each layer's bias so that its mean output on the calibration images is the float layer's",
@@ -57,7 +59,9 @@ class Recovery(Config):
     def _steps_are_taken(self) -> Recovery:
         # A card contains all settings. Only a value other than the default was requested.
         if self.rounding == "nearest" and self.rounding_steps != Recovery.model_fields["rounding_steps"].default:
-            raise ValueError(f"rounding_steps is {self.rounding_steps}, of rounding: adaround; rounding is nearest")
+            raise ValueError(
+                f"rounding_steps is {self.rounding_steps}, but only rounding: adaround uses it; rounding is nearest"
+            )
         return self
 
 

@@ -32,8 +32,8 @@ def with_factors(traced: fx.GraphModule) -> None:
             continue
         if norm.running_mean is None:
             raise NotApplicableError(
-                f"the norm {node.target} has no running statistics (track_running_stats=False): what it gives for an "
-                "image depends on the others of its batch, and has no range"
+                f"the norm {node.target} has no running statistics (track_running_stats=False): its output for an "
+                "image depends on the others in the batch, so it has no fixed range"
             )
         if not norm.affine:
             norm.affine = True

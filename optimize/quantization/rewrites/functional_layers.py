@@ -66,8 +66,8 @@ def lift_functions(module: fx.GraphModule) -> int:
         given: dict[str, Any] = {**dict(zip(_ARGUMENTS[node.target], node.args, strict=False)), **node.kwargs}
         if computed(given.get("groups")):
             raise NotApplicableError(
-                f"{node.name}: a convolution whose number of groups is computed (a weight for each image, as "
-                f"CondConv's) works for one size of batch in what is traced; without it, the others can be quantized"
+                f"{node.name}: a convolution with a computed number of groups (a weight for each image, as in "
+                "CondConv) can be traced for one batch size only; remove it to quantize the others"
             )
         if node in early or any(computed(value) for name, value in given.items() if name != "input"):
             call_in_float(module, node)  # the integers of such weights are not constant

@@ -89,7 +89,7 @@ TRACED: Final = Table[fx.GraphModule, Tracing](
         ),
         Rewrite(
             "border-modes",
-            "Writes a pad in front of convolutions with other than zero padding, or with padding given by a word.",
+            "Writes a pad in front of convolutions whose padding is not with zeros, or is given by a word.",
             by_graph_alone(write_out_padding),
             after=("size-dependent-padding", "functional-layers"),
             faults=(Fault("torch.ao", _AO, "layers are refused, or padded with zeros whatever their mode"),),

@@ -123,7 +123,7 @@ def _of_run(store: Path, run: str, seed: int, listener: Listener) -> Split:
     """
     identity = identity_of(store / run)
     if identity is None:
-        raise UserError(f"{run} does not say of which data it is; name it with --data")
+        raise UserError(f"{run} does not record its data; give it with --data")
     then = report_of(store, run).data
     card = read_card(layout.artifact_folder(store, run, report_of(store, run).baseline.name))
     split = in_recorded_order(_opened(identity.data, seed, listener), card.data).val
@@ -131,8 +131,9 @@ def _of_run(store: Path, run: str, seed: int, listener: Listener) -> Split:
         split = subset(split, then.val, seed)
     if split.fingerprint != then.val_fingerprint:
         raise UserError(
-            f"the validation images of {identity.data} are not those that {run} was measured on: they have changed, or "
-            f"the run had another --seed than {seed}; give that one, or name images with --data"
+            f"the validation images of {identity.data} are not those that {run} was measured on: they have "
+            f"changed, or the run had a --seed different from {seed}; give the right seed, or other images with "
+            "--data"
         )
     return split
 

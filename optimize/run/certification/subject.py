@@ -35,7 +35,7 @@ def subject(store: Path, name: str) -> Subject:
     """
     run, artifact = run_and_artifact(name)
     if not artifact:
-        raise UserError(f"certify takes RUN/ARTIFACT, such as {run}/onnx-int8, and not a run alone")
+        raise UserError(f"certify takes RUN/ARTIFACT, such as {run}/onnx-int8, not only a run")
     folder = artifact_folder(store, run, artifact)
     card = load_card(folder)
     own = _REFERENCE_FILE in card.files
@@ -44,9 +44,7 @@ def subject(store: Path, name: str) -> Subject:
             f"{name} ({card.precision}) has no static integers to certify: ptq, qat and onnx-int8 make them"
         )
     if card.file == _REFERENCE_FILE:
-        raise UserError(
-            f"{name} is its own reference: it computes what its integers mean; certify its graph (onnx-int8)"
-        )
+        raise UserError(f"{name} is its own reference; certify its graph (onnx-int8)")
     if own:
         return Subject(run, folder, card, folder / _REFERENCE_FILE, card.files[_REFERENCE_FILE])
     for parent in reversed(card.lineage[:-1]):  # from a packed graph to the graph to the integers
@@ -58,4 +56,4 @@ def subject(store: Path, name: str) -> Subject:
             return Subject(run, folder, card, made_from / _REFERENCE_FILE, origin.files[_REFERENCE_FILE])
         if origin.format != "onnx":
             break
-    raise UserError(f"{run}/{parent.name} is not what {name} was made from any more; run the model again")
+    raise UserError(f"{run}/{parent.name} has changed since {name} was made from it; run the model again")

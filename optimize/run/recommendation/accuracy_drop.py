@@ -41,23 +41,23 @@ def drop_of(words: str, *, plain: Literal["fraction", "points"]) -> float:
     words = words.strip()
     found = _WORDS.fullmatch(words)
     if found is None:
-        raise UserError(f"--max-drop is a loss of top-1 such as 0.5pp (half a percentage point), not {words!r}")
+        raise UserError(f"--max-drop must be a loss of top-1 such as 0.5pp (half a percentage point), not {words!r}")
     number = float(found["number"])
     if number > 100:
-        raise UserError(f"--max-drop is at most 100 percentage points, not {words!r}")
+        raise UserError(f"--max-drop must be at most 100 percentage points, not {words!r}")
     if found["unit"]:
         return number / 100
     if plain == "points":
         if 0 < number <= BETWEEN:
             raise UserError(
-                f"--max-drop {words} is {number:g} percentage points here; say {number:g}pp if that is meant, or "
+                f"--max-drop {words} is {number:g} percentage points here; write {number:g}pp if you want that, or "
                 f"{_points(number)} for the fraction {number:g}"
             )
         return number / 100
     if number > BETWEEN:
         fraction = f", or {_points(number)} for the fraction {number:g}" if number <= 1 else ""
         raise UserError(
-            f"--max-drop {words} is a fraction here, and above {BETWEEN:g} not taken for one; say {number:g}pp for "
+            f"--max-drop {words} is a fraction here, which must be at most {BETWEEN:g}; write {number:g}pp for "
             f"{number:g} percentage points{fraction}"
         )
     return number

@@ -182,7 +182,7 @@ def _selection(candidates: int, tested: Mapping[str, Tested], chosen: _Candidate
         return None
     said = (
         f"It is the best of {candidates} pairs on the same {chosen.difference.n:,} images and rounds that are "
-        "reported; that flatters it."
+        "reported, so its figures are slightly too good."
     )
     if not tested:
         return said
@@ -246,7 +246,7 @@ def _unproven(candidate: _Candidate, tested: Mapping[str, Tested], by: Recommend
     reason = f"its top-1 may be {percent(-(test.low if test else found.low))} points below the baseline's"
     if found.delta <= -by.max_drop:
         return f"{reason} (measured: {percent(-found.delta)}{_share(test, tested, by)})"
-    would = f"; if it goes on so, {test.images:,} images would show that it loses less" if test and test.images else ""
+    would = f"; at this rate, {test.images:,} images would show that it loses less" if test and test.images else ""
     return (
         f"{reason} (measured on {found.n:,} images: {percent(abs(found.delta))} {_side(found.delta)}"
         f"{_share(test, tested, by)}{would})"
@@ -328,9 +328,9 @@ def _guesses(baseline: _Candidate, classes: int | None) -> list[str]:
     if classes is None or wilson_interval(accuracy.top1, accuracy.images)[0] > 1 / classes:
         return []
     return [
-        f"The baseline's top-1 of {percent(accuracy.top1)} % on {accuracy.images:,} images is not above what guessing "
-        f"among {classes:,} classes gives ({100 / classes:.2f} %): differences of accuracy say nothing here. Bring a "
-        "checkpoint, or train longer (baseline: {epochs: …} in a recipe)."
+        f"The baseline's top-1 of {percent(accuracy.top1)} % on {accuracy.images:,} images is not above what "
+        f"guessing among {classes:,} classes gives ({100 / classes:.2f} %): differences of accuracy mean nothing "
+        f"here. Give a checkpoint, or train longer (baseline: {{epochs: …}} in a recipe)."
     ]
 
 

@@ -113,12 +113,12 @@ def _of_all(context: Context, started: Launch | None) -> Context:
 def _check(context: Context, config: TrainingConfig, started: Launch | None) -> None:
     count = context.processes
     if started is None and context.device.type == "cuda" and count > torch.cuda.device_count():
-        raise UserError(f"processes: {count} are more than the {torch.cuda.device_count()} GPUs that there are")
+        raise UserError(f"processes: {count} exceeds the {torch.cuda.device_count()} GPUs of this machine")
     if config.batch_size < 2 * count * config.accumulate:
-        parts = f" and each part of {config.accumulate} (accumulate)" if config.accumulate > 1 else ""
+        parts = f" in each of its {config.accumulate} parts (accumulate)" if config.accumulate > 1 else ""
         raise UserError(
-            f"processes: {count} cannot share steps of {config.batch_size} images (batch_size), two at least for "
-            f"each{parts}"
+            f"processes: {count} cannot share steps of {config.batch_size} images (batch_size): each needs at "
+            f"least two{parts}"
         )
 
 
@@ -172,7 +172,7 @@ def _reason(ended: Mapping[int, Ended], world: int) -> Exception:
     end = failed[number]
     where = f" on {end.host}" if end.host else ""
     how = f"was ended by {signal.Signals(-end.code).name}" if end.code < 0 else f"failed: {end.message or 'no message'}"
-    return PassError(f"process {number} of {world} that train{where} {how}")
+    return PassError(f"process {number} of the {world} training processes{where} {how}")
 
 
 def other_random(seed: int, number: int) -> None:

@@ -56,8 +56,8 @@ def processes(asked: int | None) -> int:
         return asked or 1
     if asked is not None and asked != started.world:
         raise UserError(
-            f"processes: {asked} are asked for, and torchrun has started {started.world}, which train together; leave "
-            f"--processes out, or start without torchrun"
+            f"processes: {asked} requested, but torchrun has started {started.world}; leave --processes out, or "
+            "start without torchrun"
         )
     return started.world
 

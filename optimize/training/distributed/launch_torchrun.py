@@ -53,8 +53,8 @@ def lead(started: Launch) -> None:
     if _first.mailbox is None:
         if distributed.is_initialized():
             raise UserError(
-                "torch.distributed is initialized in this process already, and each training does that for itself; "
-                "leave it out, or start without torchrun"
+                "torch.distributed is already initialized in this process, but each training initializes it "
+                "itself; leave it out, or start without torchrun"
             )
         _first.mailbox = Mailbox(started)
         atexit.register(_say_over)
@@ -129,7 +129,7 @@ def _reachable() -> Iterator[None]:
     try:
         yield
     except distributed.DistError as error:
-        raise PipelineError(f"torchrun's store does not answer any more: {first_line(error)}") from None
+        raise PipelineError(f"the store of torchrun no longer answers: {first_line(error)}") from None
 
 
 def place_of(started: Launch, training: str, kind: str) -> Place:
@@ -155,7 +155,7 @@ def follow(started: Launch) -> int:
             if "training" in call:
                 _take_part(started, mailbox, call["training"], call["kind"])
     except distributed.DistError:
-        sys.stderr.write(f"process {started.rank} on {socket.gethostname()} has lost the first, and ends\n")
+        sys.stderr.write(f"process {started.rank} on {socket.gethostname()} has lost process 0 and stops\n")
         return 1
     return 0
 

@@ -90,9 +90,9 @@ class Mailbox:
                 return
             if time.monotonic() > last:
                 raise PipelineError(
-                    f"process {min(waiting)} of the {self._started.world} that torchrun has started does not answer "
-                    f"(for {_PATIENCE:.0f} s); each must run the same command or script, up to its first call of this "
-                    "library"
+                    f"process {min(waiting)} of the {self._started.world} that torchrun has started has not "
+                    f"answered for {_PATIENCE:.0f} s; each must run the same command or script, up to its first "
+                    "call of this library"
                 )
             time.sleep(_CALLING)
 

@@ -89,8 +89,8 @@ def _take(device: torch.device, place: Place) -> None:
     count = torch.cuda.device_count()
     if device.index >= count:
         raise UserError(
-            f"processes: process {place.rank} is to train on GPU {device.index} of {socket.gethostname()}, which has "
-            f"{count}; each process needs one of its own"
+            f"processes: process {place.rank} should train on GPU {device.index} of {socket.gethostname()}, which "
+            f"has {count}; each process needs its own GPU"
         )
     torch.cuda.set_device(device)
 
@@ -108,8 +108,8 @@ def _handed_out(file: Path, place: Place) -> Task:
     task: Task = pickle.loads(group.of_the_first(body))  # from our own parent
     if place.rank and (missing := out_of_reach(task.context.data.train.sources)) is not None:
         raise UserError(
-            f"{task.context.data.name}: {missing} cannot be read on {socket.gethostname()}, where process {place.rank} "
-            "trains; the images must lie under the same path on each host"
+            f"{task.context.data.name}: {missing} cannot be read on {socket.gethostname()}, where process "
+            f"{place.rank} trains; the images must have the same path on each host"
         )
     return task
 

@@ -178,7 +178,7 @@ def test_variants_that_differ_in_what_must_be_shared_are_not_compared(base: opt.
 
 
 def test_a_wrong_argument_says_what_was_given_and_what_would_be_right(base: opt.Variant) -> None:
-    with pytest.raises(opt.UserError, match=r"such as opt.Ptq\(\), and not 'ptq' \(str\)"):
+    with pytest.raises(opt.UserError, match=r"such as opt.Ptq\(\), not 'ptq' \(str\)"):
         opt.apply(base, "ptq")  # type: ignore[arg-type]
     with pytest.raises(opt.UserError, match=r"unknown pass 'ptqq' \(did you mean ptq"):
         opt.apply(base, "ptqq")  # type: ignore[arg-type]
@@ -229,7 +229,7 @@ def test_what_is_no_image_is_refused_in_one_line_that_says_what_is(quantized: op
     with pytest.raises(opt.UserError) as caught:
         quantized.predict(images)
     said = str(caught.value)
-    assert said.startswith("images: must be encoded bytes, a file's path, a PIL image, or a list of such, and not ")
+    assert said.startswith("images: must be encoded bytes, a file path, a PIL image, or a list of these, not ")
     assert said.endswith(f"{images!r} ({type(images).__name__})")
 
 
@@ -538,7 +538,7 @@ def test_a_printed_comparison_has_every_column_that_there_is_room_for(
 
 
 def test_a_module_with_a_checkpoint_beside_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(opt.UserError, match="a module brings its weights"):
+    with pytest.raises(opt.UserError, match="a module has its weights already"):
         opt.load(Corner(), checkpoint="weights.pt", store=tmp_path)
 
 

@@ -115,9 +115,9 @@ def test_where_everything_fails_that_is_an_error(base: opt.Variant, made: list[o
     with pytest.raises(opt.PipelineError) as caught:
         opt.compare(base, *made[1:], timing=QUICK)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "none of what is to be compared with baseline could be made:"
+    assert lines[0] == "none of the variants to compare with baseline could be made:"
     assert [line.split(":")[0] for line in lines[1:]] == [each.name for each in made[1:]]
-    with pytest.raises(opt.PipelineError, match=r"^ptq-observer-explodes, with which all others are"):
+    with pytest.raises(opt.PipelineError, match=r"^ptq-observer-explodes, the reference of this comparison,"):
         opt.compare(made[2], base, timing=QUICK)
 
 
@@ -130,7 +130,7 @@ def test_what_is_to_be_made_of_what_failed_fails_with_its_reason(made: list[opt.
     assert child.row.skip.kind == "parent_skipped"
     assert child.reason == "its parent ptq-observer-explodes failed: RuntimeError: expected scalar type Byte"
     for use in (opt.save, opt.package):
-        with pytest.raises(opt.UserError, match=r"takes a variant, as load\(\) and apply\(\) give it, and not <Failed"):
+        with pytest.raises(opt.UserError, match=r"takes a variant, which load\(\) and apply\(\) return, not <Failed"):
             use(child, "elsewhere")  # type: ignore[arg-type]
 
 

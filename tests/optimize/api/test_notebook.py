@@ -85,7 +85,7 @@ def test_a_plot_without_a_path_is_a_picture_below_its_cell(outputs: Mapping[str,
 @pytest.mark.parametrize(
     ("cell", "line"),
     [
-        ("mistaken", r"UserError: model: must be the name of .* and not 3 \(int\)"),
+        ("mistaken", r"UserError: model: must be the name of .*, not 3 \(int\)"),
         ("settings", r"UserError: Ptq: images: .*'many'.*; seed: .*-1.*"),
     ],
 )

@@ -468,7 +468,7 @@ def test_behind_an_operator_of_torch_that_cannot_be_run_layers_are_listed(
 def test_a_layer_that_gives_another_shape_cannot_be_judged() -> None:
     count = layer_certification._Count()
     assert count.compare(torch.zeros(4, 2), torch.zeros(0, 2), lambda: Cause("kernel", "")) == (
-        "it gives integers of the shape (0, 2) where (4, 2) is meant"
+        "it gives integers of the shape (0, 2) instead of (4, 2)"
     )
 
 
@@ -556,7 +556,7 @@ def test_of_a_kernel_that_has_no_step_of_its_own_the_layer_that_reads_it_is_not_
     assert first.name == "last: conv2d"
     assert first.cause is not None
     assert first.cause.why == "kernel"
-    assert first.cause.said.endswith("it was given others than are meant, by what has no step of its own: add")
+    assert first.cause.said.endswith("its inputs already differ; they come from layers without a separate step: add")
 
 
 def test_graphs_of_other_integers_are_refused(net: Made, tmp_path: Path) -> None:
@@ -568,7 +568,7 @@ def test_graphs_of_other_integers_are_refused(net: Made, tmp_path: Path) -> None
                 tensor.CopyFrom(numpy_helper.from_array(2 * numpy_helper.to_array(tensor), tensor.name))
 
     count = len(quantizers(net.packed))
-    with pytest.raises(PipelineError, match=rf"the graph's {count} quantizers are not the {count} of the reference"):
+    with pytest.raises(PipelineError, match=rf"the {count} quantizers of the graph do not match the {count} of its"):
         changed(net, tmp_path, change).checked(ORT)
 
 

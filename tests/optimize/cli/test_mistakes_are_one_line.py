@@ -77,8 +77,8 @@ def test_mistakes_in_words_are_named_with_what_is_nearest(tmp_path) -> None:
     assert "did you mean cifar10" in refused("run", TINY, "--data", "cifra10", *store)
     assert "auto, cpu, cuda" in refused("run", TINY, "--device", "gpu", *store)
     assert "one of them only" in refused("run", "resnet18", "--checkpoint", "a.pt", "--weights", "DEFAULT", *store)
-    assert "a run's name has letters" in refused("run", TINY, "--name", "../up", *store)
-    assert "a run's name has letters" in refused("run", TINY, "--name", "größe", *store)
+    assert "the name of a run must have letters" in refused("run", TINY, "--name", "../up", *store)
+    assert "the name of a run must have letters" in refused("run", TINY, "--name", "größe", *store)
     assert not (tmp_path / "store").exists()
 
 
@@ -148,7 +148,7 @@ def test_a_full_disk_and_ctrl_c_are_one_line(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("optimize.run.pipeline.run", interrupt)
     result = invoke("run", TINY)
     assert (result.exit_code, result.stdout) == (130, "")
-    assert result.stderr == "interrupted; what was finished is kept, the same command goes on from there\n"
+    assert result.stderr == "interrupted; finished steps are kept, and the same command continues\n"
 
 
 def test_a_failure_that_is_not_the_users_has_exit_code_1(tmp_path, monkeypatch) -> None:
@@ -257,9 +257,7 @@ def test_a_report_of_an_older_version_is_one_line_that_says_what_to_do(words: tu
     path.parent.mkdir()
     path.write_text(json.dumps(synthetic().to_json() | {"schema": 3}))
     said = refused(*words, "--store", tmp_path)
-    assert said.endswith(
-        "toynet/report.json is of an older version (schema 3, and not 4); run the model again to make it anew"
-    )
+    assert said.endswith("toynet/report.json is of an older version (schema 3, not 4); run the model again")
 
 
 _TOO_DEEP = 100_000 * "["
@@ -339,7 +337,7 @@ def test_where_a_profile_is_to_be_written_is_looked_at_before_anything_is_measur
 def test_a_store_that_is_a_file_and_executions_of_a_card_are_refused(tiny_run: TinyRun) -> None:
     assert "is not a folder" in refused("list", "--store", TINY.rpartition(":")[0])
     artifact = f"{tiny_run.folder.name}/baseline"
-    assert "of an artifact its card is shown" in refused("show", artifact, "--store", tiny_run.store, "--all")
+    assert "for an artifact, `show` prints its card" in refused("show", artifact, "--store", tiny_run.store, "--all")
 
 
 @pytest.mark.slow
@@ -432,7 +430,7 @@ def test_a_model_that_prints_does_not_spoil_the_json_and_a_failed_stage_has_exit
         )
     assert result.exit_code == 1
     assert json.loads(result.stdout)["rows"][1]["skip"]["reason"].startswith("fuse: logits differ")
-    assert result.stderr.splitlines()[-1] == "error: failed: fuse; the reasons stand in the report"
+    assert result.stderr.splitlines()[-1] == "error: failed: fuse; see the report for the reasons"
     assert "building!" in result.stderr
 
 

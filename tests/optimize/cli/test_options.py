@@ -143,9 +143,12 @@ def test_no_option_of_run_is_left_out_here() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--max-drop", "half"], "--max-drop is a loss of top-1 such as 0.5pp (half a percentage point), not 'half'"),
+        (
+            ["--max-drop", "half"],
+            "--max-drop must be a loss of top-1 such as 0.5pp (half a percentage point), not 'half'",
+        ),
         (["--crop", "3x"], "--crop: must be whole pixels, one side or height and width"),
-        (["--name", "a/b"], "run: a run's name has letters, digits"),
+        (["--name", "a/b"], "run: the name of a run must have letters, digits"),
         (["--augment", "flip"], "augment: there is no augmentation 'flip'"),
         (["--weights", "DEFAULT", "--checkpoint", "w.pt"], "checkpoint and weights are both given"),
     ],

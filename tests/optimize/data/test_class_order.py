@@ -169,7 +169,7 @@ def test_an_order_comes_from_a_file_and_names_from_another_go_with_it(folder, tm
         (
             {"classes": ["1", "2", "3", "11"]},
             {},
-            "'classes' states other classes than set has: 11 that the data has not, not 10; ren",
+            "'classes' states other classes than set has: 11 that the data does not have, not 10; ren",
         ),
         (
             {"classes": ["a", "b"]},
@@ -200,11 +200,11 @@ def test_an_order_of_other_classes_is_refused_in_one_line(content, options, mess
 def test_as_many_other_classes_are_said_and_the_datas_order_is_taken(folder, tmp_path):
     data, said = opened(folder, checkpoint=saved(tmp_path / "net.pt", {"classes": ["a", "b", "c", "d"]}))
     assert data.classes == NAMES
-    assert "'classes' states other classes than set has: a, b, c, d that the data has not" in said
+    assert "'classes' states other classes than set has: a, b, c, d that the data does not have" in said
 
 
 def test_the_order_of_a_checkpoint_needs_a_checkpoint(folder):
-    with pytest.raises(UserError, match="--class-order checkpoint is of a checkpoint, and none is given"):
+    with pytest.raises(UserError, match="--class-order checkpoint needs a checkpoint, and none is given"):
         opened(folder, class_order="checkpoint")
 
 

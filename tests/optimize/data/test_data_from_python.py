@@ -160,14 +160,14 @@ def test_prepared_images_are_not_prepared_again():
     larger = PIXELS.repeat(1, 1, 4, 4)[..., :40, :40]
     chosen = choose_preprocessing(source, image_data((larger, LABELS), preprocessing=Preprocessing(48, (40, 40))))
     assert chosen.preprocessing == Preprocessing(48, (40, 40))
-    assert set(chosen.origins.values()) == {"done already, as you state"}
+    assert set(chosen.origins.values()) == {"already done, as you stated"}
 
 
 def test_what_was_done_cannot_be_asked_for_otherwise():
     data = image_data((transforms.resize(PIXELS, [40, 40]), LABELS), preprocessing=Preprocessing(48, (40, 40)))
     source = resolve_model("resnet18")
     for size, wish in ((64, {}), (None, {"mean": (0.5, 0.5, 0.5)}), (None, {"crop": 36})):
-        with pytest.raises(UserError, match="prepared already, with"):
+        with pytest.raises(UserError, match="already preprocessed, with"):
             choose_preprocessing(source, data, size, [Wish(PreprocessingConfig(**wish))])
     same = Wish(PreprocessingConfig(resize=48))
     assert choose_preprocessing(source, data, 40, [same]).preprocessing == Preprocessing(48, (40, 40))
@@ -182,14 +182,14 @@ FLOATS = PIXELS.float() / 255
         (
             (FLOATS, LABELS),
             {},
-            r"train\[0\]: its image is Tensor of torch.float32, shape \(3, 10, 12\); floats were prep",
+            r"train\[0\]: its image is Tensor of torch.float32, shape \(3, 10, 12\); float images are already prep",
         ),
-        ((FLOATS * 9 - 4, LABELS), {"preprocessing": DONE}, r"train\[0\]: is not normalised as you state: with mean"),
-        ((FLOATS * torch.nan, LABELS), {"preprocessing": DONE}, "come of a pixel of nan"),
+        ((FLOATS * 9 - 4, LABELS), {"preprocessing": DONE}, r"train\[0\]: is not normalized with mean"),
+        ((FLOATS * torch.nan, LABELS), {"preprocessing": DONE}, "come from a pixel of nan"),
         (
             (FLOATS[..., :9], LABELS),
             {"preprocessing": DONE},
-            r"shape \(3, 10, 9\); images that .* are of shape \(3, 10, 12\)",
+            r"shape \(3, 10, 9\); with your preprocessing, images have the shape \(3, 10, 12\)",
         ),
         ((PIXELS.long(), LABELS), {}, "torch.int64.*must be a PIL image or uint8"),
         ((PIXELS[:, [0, 1, 2, 0, 1]], LABELS), {}, r"shape \(5, 10, 12\); it must have the shape \(C, H, W\)"),

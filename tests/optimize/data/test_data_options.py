@@ -74,7 +74,7 @@ def test_what_was_left_out_or_missing_is_said_and_on_every_card(pets, opened):
     grey = Wish(PreprocessingConfig(mean=0.5, std=0.5, resize=16, crop=16))
     job, said = opened(data=f"imagefolder:{pets}", accept_gaps=True, preprocessing=grey)
     assert "class folder 'n03' holds no images" in said
-    assert "left out: 1 file that is no image" in said
+    assert "left out: 1 file that is not an image" in said
     card = job.session.baseline(TrainingConfig(epochs=1, batch_size=8)).artifact.card
     assert card.data["notes"] == list(job.session.context.data.notes)
     assert len(card.data["notes"]) == 2

@@ -145,18 +145,18 @@ def test_of_several_folders_to_measure_with_one_is_taken_and_the_others_are_said
             write_image(tmp_path / part / label / f"{part}.png")
     data = open_data(f"imagefolder:{tmp_path}")
     assert {file(source).name for source in data.val.sources} == {"valid.png"}
-    assert data.notes == ("valid/ is measured with; not used: extra/, test/",)
+    assert data.notes == ("valid/ is used for measuring; not used: extra/, test/",)
 
 
 @pytest.mark.parametrize(
     ("folders", "message"),
     [
-        (("art/cat", "art/dog", "photo/cat", "photo/dog"), r"art/, photo/ all hold the same folders \(cat/, dog/\)"),
-        (("a/cat", "a/dog", "a/eel", "b/cat", "b/dog"), "all hold the same folders"),
-        (("cat/train", "cat/val", "dog/train", "dog/val"), "splits lie above classes, as train/CLASS/"),
-        (("test/a", "test/b", "val/a", "val/b"), "has test/, val/ and no train/ to train with"),
-        (("train/a", "train/b", "training/a", "training/b", "val/a"), "has train/, training/; one folder can be"),
-        (("cat/x", "dog/x", "val/x"), "val/ is called as a split and holds folders"),
+        (("art/cat", "art/dog", "photo/cat", "photo/dog"), r"art/, photo/ all contain the same folders \(cat/, dog/\)"),
+        (("a/cat", "a/dog", "a/eel", "b/cat", "b/dog"), "all contain the same folders"),
+        (("cat/train", "cat/val", "dog/train", "dog/val"), "splits must contain the classes, as in train/CLASS/"),
+        (("test/a", "test/b", "val/a", "val/b"), "has test/, val/ but no train/"),
+        (("train/a", "train/b", "training/a", "training/b", "val/a"), "has train/, training/; only one folder can be"),
+        (("cat/x", "dog/x", "val/x"), "val/ has the name of a split and contains folders"),
     ],
 )
 def test_folders_that_may_be_splits_are_refused_in_one_line(tmp_path, folders, message):
@@ -185,7 +185,7 @@ GAPS: dict[str, tuple[list[str], str, tuple[list[int], list[int]]]] = {
     "an empty class": (["a/1", "a/2", "b/", "c/1", "c/2"], "class folder 'b' holds no images", ([0, 2], [0, 2])),
     "empty in val": (["train/a/1", "train/b/1", "val/a/2", "val/b/"], "class folder 'b' holds no", ([0, 1], [0])),
     "one image": (["a/1", "b/1", "b/2"], "class 'a' has one image", ([0, 1], [1])),
-    "the same folders": (["a/x/1", "a/y/1", "b/x/1", "b/y/1"], "all hold the same folders", ([0, 1], [0, 1])),
+    "the same folders": (["a/x/1", "a/y/1", "b/x/1", "b/y/1"], "all contain the same folders", ([0, 1], [0, 1])),
 }
 
 
@@ -194,7 +194,7 @@ def test_a_gap_is_refused_and_accepted_by_a_flag_which_leaves_the_classes_in_the
     files, message, (train, val) = GAPS[kind]
     for name in files:
         (tmp_path / name).mkdir(parents=True) if name.endswith("/") else write_image(tmp_path / f"{name}.png")
-    with pytest.raises(UserError, match=f"{message}.*if that is meant: --accept-gaps"):
+    with pytest.raises(UserError, match=f"{message}.*if you want that, add --accept-gaps"):
         open_data(f"imagefolder:{tmp_path}")
     data = open_data(f"imagefolder:{tmp_path}", accept_gaps=True)
     assert [note for note in data.notes if message in note]
@@ -227,7 +227,7 @@ def test_files_that_are_left_out_are_counted_and_named_also_from_an_index(folder
         (folder / name).write_bytes(b"BM, and other text")
     first, again = (open_data(f"imagefolder:{folder}") for _ in range(2))
     (note,) = first.notes
-    assert note.startswith("left out: 5 files that are no images, or lie in no class folder (2 .csv, ")
+    assert note.startswith("left out: 5 files that are not images, or are in no class folder (2 .csv, ")
     assert all(name in note for name in ("cat/notes.txt", "cat/BMW models", "dog/labels.csv", "loose.png"))
     assert again.notes == first.notes
     assert list((large / "indexes").iterdir())
@@ -322,7 +322,7 @@ def test_what_would_never_end_where_it_is_read_is_refused_by_its_name(folder, ki
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=rf"cat/endless\.png: is {said}, and a class folder holds files; take it out"):
+    with pytest.raises(UserError, match=rf"cat/endless\.png: is {said}; a class folder must contain files only"):
         open_data(f"imagefolder:{folder}")
 
 

@@ -73,7 +73,7 @@ def test_the_white_that_is_stated_reaches_training_measuring_and_serving(folder)
 @pytest.mark.parametrize("folder", ["PNG", "TIFF"], indirect=True)
 def test_pictures_that_use_little_of_their_range_are_named_when_nothing_is_stated(folder):
     _, said = opened(folder)
-    assert "read with 65535 as white, and 6 images looked at reach" in said
+    assert "read with 65535 as white, and 6 images that were checked reach" in said
     assert "--pixel-max 4095" in said
 
 
@@ -83,7 +83,10 @@ def test_a_white_for_a_data_set_of_8_bits_is_said_to_be_idle(tmp_path):
         for number in range(2):
             Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "set" / label / f"{number}.png")
     _, said = opened(tmp_path / "set", pixel_max=4095)
-    assert "pixel_max 4095 is for greys of more than 8 bits; none of 2 images looked at is one" in said
+    assert (
+        "pixel_max 4095 applies to greys of more than 8 bits, but none of the 2 images that were checked has them"
+        in said
+    )
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "float32"])

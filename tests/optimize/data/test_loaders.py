@@ -221,13 +221,13 @@ def failing_in_a_worker() -> Iterator[Any]:
             DataLoader(PLAIN, batch_size=4, collate_fn=lambda b: (*batch_of(b), "path")),
             "tuple and has 3 elements; it must",
         ),
-        (DataLoader(PLAIN, batch_size=4, collate_fn=lambda b: {"foo": 1, "bar": 2}), "by names .*it has foo, bar"),
+        (DataLoader(PLAIN, batch_size=4, collate_fn=lambda b: {"foo": 1, "bar": 2}), "as fields .*it has foo, bar"),
         (DataLoader(PLAIN, batch_size=4, collate_fn=lambda b: (batch_of(b)[0], LABELS[:3])), "4 images and 3 labels"),
         (
             DataLoader(PLAIN, batch_sampler=[[3, 2], [1, 0]], collate_fn=lambda b: batch_of(b[:1])),
             "has 1 images of 2 rows",
         ),
-        (DataLoader(PLAIN, sampler=iter(lambda: 3, 4), batch_size=2), "its sampler goes on after"),
+        (DataLoader(PLAIN, sampler=iter(lambda: 3, 4), batch_size=2), "its sampler does not end after"),
         (DataLoader(Stream(3), batch_size=None, collate_fn=lambda b: (b[0][:, 0], b[1])), "may be one image of 3"),
     ],
 )

@@ -139,7 +139,7 @@ def test_training_leaves_out_its_share_and_notes_it(tmp_path):
     (note,) = result.notes
     assert "1 unreadable image left out: " in note
     assert "bad.png: not an image" in note
-    with pytest.raises(UserError, match=r"bad\.png.*at most 1\.00% may be.*skip_unreadable"):
+    with pytest.raises(UserError, match=r"bad\.png.*leave out at most 1\.00% of them.*skip_unreadable"):
         train(network(), context, FAST)
 
 

@@ -983,7 +983,7 @@ def test_the_command_names_node_and_remedy_and_its_exit_code_says_whether_any(tm
         (["missing.onnx"], "No such file or directory"),
         (["text.onnx"], "not a valid ONNX graph"),
         (["empty.onnx"], "not a valid ONNX graph"),
-        (["empty.onnx", "--target", "gpu"], "--target is one of cpu, x86, tensorrt, not 'gpu'"),
+        (["empty.onnx", "--target", "gpu"], "--target must be one of cpu, x86, tensorrt, not 'gpu'"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], said: str, tmp_path: Path) -> None:

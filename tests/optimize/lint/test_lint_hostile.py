@@ -250,14 +250,14 @@ def short(folder: Path) -> dict[str, object]:
 
 EXTERNAL: dict[str, tuple[Callable[[Path], dict[str, object]], str]] = {
     "missing": (lambda folder: {"location": "nowhere"}, "No such file"),
-    "unnamed": (lambda folder: {}, "no file beside the graph"),
-    "absolute": (lambda folder: {"location": "/etc/passwd"}, "no file beside the graph"),
-    "outside": (outside, "no file beside the graph"),
-    "a pipe": (pipe, "no file beside the graph"),
-    "a link": (link, "no file beside the graph"),
+    "unnamed": (lambda folder: {}, "not a file beside the graph"),
+    "absolute": (lambda folder: {"location": "/etc/passwd"}, "not a file beside the graph"),
+    "outside": (outside, "not a file beside the graph"),
+    "a pipe": (pipe, "not a file beside the graph"),
+    "a link": (link, "not a file beside the graph"),
     "an address": (lambda folder: {"location": "*/_ORT_MEM_ADDR_/*", "offset": 4096}, "No such file"),
     "too short": (short, "before 17"),
-    "at no number": (lambda folder: {**short(folder), "offset": "-1"}, "no number"),
+    "at no number": (lambda folder: {**short(folder), "offset": "-1"}, "not a whole number"),
     "more than memory": (terabytes, "free"),
 }
 
@@ -332,7 +332,7 @@ def test_a_rule_that_fails_is_a_line_and_the_others_have_their_say(
     assert [entry["rule"] for entry in document["findings"]] == ["fails", "slow-integers", "slow-integers"]
     (entry,) = document["not_judged"]
     assert (entry["failed"], entry["why"]) == (True, "ZeroDivisionError: by its group")
-    with pytest.raises(UserError, match="the rule 'fails', at Conv_first cannot be judged: ZeroDivisionError"):
+    with pytest.raises(UserError, match="the rule 'fails', at Conv_first cannot be checked: ZeroDivisionError"):
         lint(onnx.load(path), "cpu")
 
 
@@ -355,9 +355,9 @@ def test_what_no_rule_looks_at_is_said(tmp_path: Path) -> None:
     result = judged(path)
     assert result.exit_code == 0
     assert "well-formed" not in result.stdout
-    assert "nothing found in what was judged of" in result.stdout
+    assert "nothing found in the parts of" in result.stdout
     for what in ("operators own.Twice", "the bodies of functions own.Twice", "the graphs within choice"):
-        assert f"not judged: {what}: rules" in result.stdout
+        assert f"not checked: {what}: the rules" in result.stdout
 
 
 def test_another_domains_operator_is_no_convolution_and_without_its_library_the_graph_is_not_judged(
@@ -371,7 +371,7 @@ def test_another_domains_operator_is_no_convolution_and_without_its_library_the_
     assert not opens(path)
     result = judged(path)
     assert result.exit_code == 2
-    assert "not judged: operators theirs.Conv" in result.stdout
+    assert "not checked: operators theirs.Conv" in result.stdout
     assert "it has no operators of theirs without their library" in result.stderr
     assert lint(model, "cpu") == ()
 
@@ -389,10 +389,10 @@ def test_what_has_no_kernel_on_a_cpu_is_not_judged_for_tensorrt_and_refused_for_
     path = written_to(tmp_path, written.model())
     assert not opens(path)
     assert (
-        "not judged: whether ONNX Runtime opens the graph: NotImplemented"
+        "not checked: whether ONNX Runtime opens the graph: NotImplemented"
         in judged(path, "--target", "tensorrt").stderr
     )
-    assert "is not well-formed: ONNX Runtime does not open it: NotImplemented" in judged(path).stderr
+    assert "is not well-formed: ONNX Runtime cannot open it: NotImplemented" in judged(path).stderr
 
 
 def test_a_path_through_moves_that_meet_again_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -379,7 +379,7 @@ def test_executions_that_are_named_are_measured_and_no_others(
     }
     skip = found.rows[2].skip
     assert skip is not None
-    assert skip.reason.startswith("none of the executions that are to be measured runs it: openvino[threads=1], ")
+    assert skip.reason.startswith("none of the chosen executions can run it: openvino[threads=1], ")
 
 
 @pytest.mark.usefixtures("uncompiled")

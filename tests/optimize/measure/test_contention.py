@@ -118,7 +118,7 @@ def test_speeds_of_a_busy_machine_are_provisional_and_say_what_to_do() -> None:
     found = disturbance([0.4, None, 0.2], [2599.6, None, 3100.2], "measure again with --remeasure")
     assert (found.others, found.busiest, found.clocks) == (0.3, 0.4, (2600, 3100))
     assert found.warning == (
-        "Provisional: other processes took 30% of the cores while speeds were measured, more than 10%. On a quiet "
+        "Provisional: other processes used 30% of the cores while speeds were measured, more than 10%. On a quiet "
         "machine, measure again with --remeasure."
     )
     assert disturbance([BUSY / 2] * 3, [], "").warning == ""

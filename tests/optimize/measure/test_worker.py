@@ -441,7 +441,7 @@ def test_what_cannot_be_locked_is_said_and_nothing_is_timed(kind: str, tmp_path:
     else:
         lock.symlink_to(elsewhere)
     with (
-        pytest.raises(UserError, match=r"lock cannot be locked \(.+\).*make it mode 666"),
+        pytest.raises(UserError, match=r"lock cannot be locked \(.+\).*set mode 666"),
         Pool((1,), 8, lock=lock) as it,
         it.alone(),
     ):

@@ -246,7 +246,7 @@ def test_what_was_fetched_in_the_place_of_the_weights_is_told(tmp_path, content,
 def test_a_zip_file_of_others_and_safetensors_by_another_name_are_told(tmp_path):
     with zipfile.ZipFile(tmp_path / "net.pt", "w") as archive:
         archive.writestr("release/net.pth", b"weights")
-    with pytest.raises(UserError, match="is a zip archive, but none that torch"):
+    with pytest.raises(UserError, match="is a zip archive, but not one that torch"):
         read_checkpoint(tmp_path / "net.pt")
     save_file(dict(weights()), tmp_path / "named.pth")
     with pytest.raises(UserError, match=r"named.pth: looks like a safetensors file; .*end in \.safetensors"):
@@ -445,5 +445,5 @@ def test_without_a_network_the_message_says_where_the_file_would_have_to_be(tmp_
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
-    with pytest.raises(UserError, match=re.escape(f"must lie at {tmp_path}/checkpoints/resnet18-")):
+    with pytest.raises(UserError, match=re.escape(f"put their file at {tmp_path}/checkpoints/resnet18-")):
         with_named_weights(resolve_model("resnet18"), "DEFAULT")

@@ -50,7 +50,7 @@ def saved(content: Any, folder: pathlib.Path, name: str = "net.ckpt") -> pathlib
 def test_a_lightning_checkpoint_loads_without_trust_and_its_prefix_is_said(tmp_path, prefix):
     path = saved(lightning(prefixed(weights(3), prefix)), tmp_path)
     checkpoint, net = read_checkpoint(path), Net()
-    assert load_into(net, checkpoint, path) == (f"the prefix {prefix!r} of its names is left out",)
+    assert load_into(net, checkpoint, path) == (f"the prefix {prefix!r} of its names is removed",)
     assert_same(net.state_dict(), weights(3))
     assert checkpoint.info["epoch"] == 9
 
@@ -63,7 +63,7 @@ def test_weights_of_the_bare_network_fit_a_module_that_wraps_it():
 
     wrapped = Wrapped()
     notes = load_into(wrapped, Checkpoint(weights(2), "0" * 64), pathlib.Path("net.pt"))
-    assert notes == ("the prefix 'net.' is put before its names",)
+    assert notes == ("the prefix 'net.' is added to its names",)
     assert_same(wrapped.net.state_dict(), weights(2))
 
 
@@ -106,7 +106,7 @@ def test_of_two_networks_in_one_file_both_are_named_and_neither_is_guessed(tmp_p
 
 def test_a_prefixed_checkpoint_of_another_head_is_told_of_the_head():
     state = prefixed(weights(classes=7), "model.")
-    with pytest.raises(UserError, match=r"prefix 'model\.' of its names is left out\): the checkpoint's head has 7"):
+    with pytest.raises(UserError, match=r"prefix 'model\.' of its names is removed\): the checkpoint's head has 7"):
         load_into(Net(3), Checkpoint(state, "0" * 64), pathlib.Path("net.pt"))
 
 
@@ -152,11 +152,11 @@ def test_averaged_weights_go_first_which_is_said_and_can_be_chosen(tmp_path, con
     assert_same(chosen.state, weights(1))
     assert chosen.place == averaged
     assert chosen.notes == (
-        f"the averaged weights (EMA) of {averaged!r} are used; --weights-key {other} takes the others",
+        f"the averaged weights (EMA) of {averaged!r} are used; --weights-key {other} selects the others",
     )
     asked = read_checkpoint(path, weights_key=other)
     assert_same(asked.state, weights(2))
-    assert asked.notes == (f"the weights of {other!r} are used, as asked for",)
+    assert asked.notes == (f"the weights of {other!r} are used, as requested",)
     assert_same(read_checkpoint(path, weights_key=averaged).state, weights(1))
 
 
@@ -173,9 +173,7 @@ def test_averages_of_parameters_alone_are_not_taken_and_this_is_said(tmp_path):
 
 def test_a_place_that_is_not_there_names_those_that_are(tmp_path):
     path = saved({"model": weights(), "model_ema": weights()}, tmp_path)
-    with pytest.raises(
-        UserError, match=r"under 'model_emma' \(did you mean model_ema.*there are model_ema, model, bn\."
-    ):
+    with pytest.raises(UserError, match=r"under 'model_emma' \(did you mean model_ema.*it has model_ema, model, bn\."):
         read_checkpoint(path, weights_key="model_emma")
     with pytest.raises(UserError, match="no weights under 'x'"):
         read_checkpoint(saved(weights(), tmp_path, "bare.pt"), weights_key="x")
@@ -199,12 +197,12 @@ def test_the_choice_is_in_the_run_s_lines_the_card_and_the_key(tmp_path):
     assert averaged.key != plain.key
     assert_same(averaged.module().state_dict(), tiny_state(2))
     assert_same(plain.module().state_dict(), tiny_state(1))
-    for said in ("the averaged weights (EMA) of 'ema' are used", "the prefix 'net.' of its names is left out"):
+    for said in ("the averaged weights (EMA) of 'ema' are used", "the prefix 'net.' of its names is removed"):
         assert any(said in line for line in heard.lines)
         assert any(said in note for note in averaged.card.notes)
-    assert any("has probably been trained on the images that a training pass" in note for note in plain.card.notes)
+    assert any("was probably trained on the images that a training pass" in note for note in plain.card.notes)
 
 
 def test_a_key_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(UserError, match="--weights-key ema is of a checkpoint, and none is given"):
+    with pytest.raises(UserError, match="--weights-key ema needs a checkpoint, and none is given"):
         open_job(Job(model=TINY, store=tmp_path / "store", weights_key="ema"), Heard())

@@ -55,7 +55,7 @@ def test_an_unusual_place_is_said(tmp_path, content):
     network, notes = loaded(content, tmp_path)
     assert_same(network.state_dict(), weights(4))
     assert len(notes) == 1
-    assert notes[0].startswith("the weights lie in '")
+    assert notes[0].startswith("the weights are in '")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_numbers_and_extra_state_among_the_weights_are_left_out_and_said(tmp_pat
     }
     network, notes = loaded(content, tmp_path)
     assert_same(network.state_dict(), weights(4))
-    assert notes == ("left out of it, being no tensors: epoch, conv._extra_state, x", "left out of it: best")
+    assert notes == ("left out, because they are not tensors: epoch, conv._extra_state, x", "left out: best")
 
 
 def test_of_two_networks_that_fit_neither_is_guessed_and_both_are_named(tmp_path):
@@ -106,11 +106,11 @@ def test_of_several_networks_the_one_that_fits_is_taken_and_said(tmp_path):
 def test_others_like_the_usual_ones_are_named(tmp_path):
     network, notes = loaded({"state_dict": weights(1), "best": weights(2)}, tmp_path)
     assert_same(network.state_dict(), weights(1))
-    assert notes == ("the weights of 'state_dict' are used; --weights-key best takes others",)
+    assert notes == ("the weights of 'state_dict' are used; --weights-key best selects others",)
 
 
 def test_where_nothing_fits_all_places_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"by none of a, b: .*8 missing: conv\.weight"):
+    with pytest.raises(UserError, match=r"with none of a, b: .*8 missing: conv\.weight"):
         loaded({"a": {"x": torch.ones(1)}, "b": {"y": torch.ones(2), "z": torch.ones(1)}}, tmp_path)
 
 
@@ -231,7 +231,7 @@ def test_what_a_module_keeps_beside_its_tensors_stays_as_it_is_built(tmp_path):
     network = Kept(3, 2)
     changed, notes = loaded(network.state_dict(), tmp_path, Kept(3, 2))
     assert torch.equal(changed.weight, network.weight)  # type: ignore[arg-type]
-    assert notes == ("left out of it, being no tensors: _extra_state",)
+    assert notes == ("left out, because they are not tensors: _extra_state",)
 
 
 def code(folder: Path) -> ModuleType:

@@ -194,7 +194,7 @@ def test_a_graph_module_is_changed_likewise():
 
 
 def test_several_tensors_are_refused_with_their_shapes():
-    with pytest.raises(UserError, match=r"boxes \(2, 4\), scores \(2,\).*call them 'logits'") as caught:
+    with pytest.raises(UserError, match=r"boxes \(2, 4\), scores \(2,\).*name them 'logits'") as caught:
         with_outputs(net(lambda self, y: {"boxes": y, "scores": y[:, 0]}), SHAPE)
     assert "\n" not in str(caught.value)
 

@@ -55,7 +55,7 @@ def test_a_wrong_name_is_told_the_nearest(wrong, right):
 
 @pytest.mark.parametrize("name", ["fcn_resnet50", "ssd300_vgg16", "r3d_18", "raft_small", "quantized_resnet18"])
 def test_torchvision_models_of_other_tasks_are_refused_as_such(name):
-    with pytest.raises(UserError, match="not an image classifier"):
+    with pytest.raises(UserError, match="not a floating-point image classifier"):
         resolve_model(name)
 
 
@@ -184,9 +184,9 @@ def test_a_file_can_import_its_neighbour_and_the_path_is_left_as_it_was(write):
     [
         (LINEAR, "ned", r"no function or class 'ned' \(did you mean net\?\); it has net$"),
         (LINEAR, "", "must be path/to/file.py:FACTORY"),
-        ("import nowhere_to_be_found", "net", "does not import: ModuleNotFoundError.*nowhere_to_be_found"),
-        ("def net(:", "net", r"does not import: SyntaxError.*\(line 1\)"),
-        ("raise SystemExit(3)", "net", "does not import: SystemExit: 3"),
+        ("import nowhere_to_be_found", "net", "cannot be imported: ModuleNotFoundError.*nowhere_to_be_found"),
+        ("def net(:", "net", r"cannot be imported: SyntaxError.*\(line 1\)"),
+        ("raise SystemExit(3)", "net", "cannot be imported: SystemExit: 3"),
     ],
 )
 def test_a_broken_module_is_told_in_one_line(write, text, attribute, message):

@@ -63,7 +63,7 @@ def test_it_goes_through_a_session_like_any_other(tmp_path):
     batch = torch.randn(2, 1, 16, 16)
     with torch.no_grad():
         torch.testing.assert_close(run(made.artifact, batch), module.eval()(batch), rtol=1e-4, atol=1e-5)
-    assert "the weights are those of the Tiny that was given" in made.artifact.card.notes
+    assert "the weights are those of the given Tiny" in made.artifact.card.notes
     again = Session(Store(tmp_path / "store"), *module_source(tiny())[:1], noise_context())
     assert again.baseline(checkpoint=module_source(tiny())[1]).cached
 

@@ -75,12 +75,12 @@ def test_a_checkpoint_that_is_torchvisions_own_file_is_known_by_its_hash():
     source = with_checkpoint(resolve_model("resnet50"), Checkpoint({}, file[9:17] + "0" * 56))
     chosen = choose_preprocessing(source, PHOTOS)
     assert chosen.preprocessing.resize == 256
-    assert chosen.origins["resize"] == "torchvision's weights IMAGENET1K_V1, known by the checkpoint's SHA-256"
+    assert (
+        chosen.origins["resize"] == "torchvision's weights IMAGENET1K_V1, recognized by the SHA-256 of the checkpoint"
+    )
     other = with_checkpoint(resolve_model("resnet50"), Checkpoint({}, hashlib.sha256(b"other").hexdigest()))
     assert choose_preprocessing(other, PHOTOS).preprocessing.resize == 232
-    assert choose_preprocessing(other, PHOTOS).origins["mean"] == (
-        "torchvision's weights IMAGENET1K_V2, the default ones"
-    )
+    assert choose_preprocessing(other, PHOTOS).origins["mean"] == ("torchvision's default weights, IMAGENET1K_V2")
 
 
 def test_what_is_asked_for_goes_before_what_is_declared_and_is_named_part_by_part():
@@ -92,7 +92,7 @@ def test_what_is_asked_for_goes_before_what_is_declared_and_is_named_part_by_par
         "resize": "--resize",
         "crop": "--crop",
         "mean": "preprocessing.mean in my.yaml",
-        "std": "torchvision's weights IMAGENET1K_V2, the default ones",
+        "std": "torchvision's default weights, IMAGENET1K_V2",
         "interpolation": "--interpolation",
     }
 
@@ -101,7 +101,7 @@ def test_the_line_names_every_part_once_those_of_one_origin_together():
     chosen = choose_preprocessing(
         resolve_model("resnet18"), THUMBNAILS, None, [Wish(PreprocessingConfig(mean=(0.5, 0.25, 0)))]
     )
-    declared = "torchvision's weights IMAGENET1K_V1, the default ones"
+    declared = "torchvision's default weights, IMAGENET1K_V1"
     assert str(chosen) == (
         "resize 32, crop 32x32 (the data's images are 32x32); "
         f"bilinear ({declared}); mean 0.5,0.25,0 (--mean); std 0.229,0.224,0.225 ({declared})"
@@ -168,7 +168,7 @@ def test_a_crop_that_the_network_cannot_take_is_refused():
         ({"mean": "nan"}, r"^--mean: must be one number per channel"),
         (
             {"mean": "123.675,116.28,103.53"},
-            r"^--mean: must be of pixels from 0 to 1; .*, 0\.485,0\.456,0\.406, and so",
+            r"^--mean: must be for pixels from 0 to 1; .* by 255 \(.*0\.485,0\.456,0\.406\), std too",
         ),
         ({"std": "0,0,0"}, r"^--std: must be positive"),
         ({"pixel_max": "0"}, r"^--pixel-max: must be one positive number, such as 4095"),

@@ -90,7 +90,9 @@ def test_a_checkpoint_comes_from_a_file_and_named_weights_are_refused_with_the_r
     save_file(saved.state_dict(), tmp_path / "model.safetensors")
     load_into(other, read_checkpoint(tmp_path / "model.safetensors"), tmp_path)
     assert torch.equal(layer(other, "classifier", nn.Linear).weight, layer(saved, "classifier", nn.Linear).weight)
-    with pytest.raises(UserError, match=r"would have to be downloaded \(huggingface.co/timm/mobilenetv3.*--checkpoint"):
+    with pytest.raises(
+        UserError, match=r"weights of timm are not downloaded \(huggingface.co/timm/mobilenetv3.*--checkpoint"
+    ):
         with_named_weights(source, "DEFAULT")
 
 
@@ -100,7 +102,7 @@ def test_a_checkpoint_comes_from_a_file_and_named_weights_are_refused_with_the_r
     [
         ("resnet8", "timm has no model 'resnet8' \\(did you mean resnet"),
         ("resnet50.none", "Invalid pretrained tag .* It has a1_in1k"),
-        ("hf-hub:timm/resnet50.a1_in1k", "models of the hub are not downloaded"),
+        ("hf-hub:timm/resnet50.a1_in1k", "models are not downloaded from the hub"),
         ("", "timm has no model ''"),
         ("vit_base_patch16_sapiens2", "1024x768 pixels; only square"),
     ],

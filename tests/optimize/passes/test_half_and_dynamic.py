@@ -135,7 +135,7 @@ def test_a_layer_that_leaves_fp16s_range_on_real_images_is_named(entry, tmp_path
 def test_answers_that_are_not_finite_in_fp16_fail(entry, tmp_path):
     context = noise_context()
     parent = parent_of(Underflowing().eval(), context, tmp_path / "parent")
-    with pytest.raises(PassError, match="in float16 the answers to 8 of 8 training images are not finite"):
+    with pytest.raises(PassError, match="in float16 the outputs of 8 of 8 training images are not finite"):
         entry.apply(parent, entry.config(), context, tmp_path)
 
 

@@ -209,7 +209,7 @@ def test_what_merely_resembles_a_block_is_left_alone(case: str) -> None:
 
 def test_without_a_block_merge_says_what_it_looks_for(tmp_path: Path) -> None:
     context = noise_context()
-    with pytest.raises(NotApplicableError, match="merge finds no parallel convolutions"):
+    with pytest.raises(NotApplicableError, match="merge found no parallel convolutions"):
         MERGE.apply(parent_of(plain(), context, tmp_path / "parent"), Merge(), context, tmp_path)
 
 

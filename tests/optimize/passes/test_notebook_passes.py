@@ -181,7 +181,7 @@ def test_a_pass_of_a_cell_is_made_once_and_anew_where_the_cell_is_run_with_a_cha
         assert torch.equal((tensor * 8).round(), tensor * 8) or name.split(".")[-1].startswith(("running", "num"))
     again = ran(code.replace("multiples of a step", "multiples of one"))["Snap"](step=0.125)
     assert (made.cached, session.apply(parent, again).cached) == (False, True)
-    with pytest.raises(UserError, match="Snap was defined again since these settings were made; make them again"):
+    with pytest.raises(UserError, match="Snap was redefined after these settings were made; make them again"):
         session.apply(parent, first)
     changed = ran(code.replace(".round()", ".floor()"))["Snap"](step=0.125)
     assert not session.apply(parent, changed).cached

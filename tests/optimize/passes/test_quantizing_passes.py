@@ -514,7 +514,7 @@ def test_qat_is_at_least_as_good_as_its_parent_and_really_int8(parents, made, di
     assert all(weight.dtype == torch.int8 for weight in packed_weights(artifact.folder))
     calibrated = packed_weights(made(*parents, "ptq").folder)
     moved = [not torch.equal(x, y) for x, y in zip(packed_weights(artifact.folder), calibrated, strict=True)]
-    stays = any("kept as it was before them" in note for note in artifact.card.notes)
+    stays = any("kept as it was before training" in note for note in artifact.card.notes)
     assert moved == [not stays] * 5
 
 

@@ -391,7 +391,7 @@ def test_a_search_that_was_killed_goes_on_where_it_was(bench, checkpoint, tmp_pa
     assert {path.name for path in folder.iterdir()} == {"files.json", "search.json", "objects.json", "recipe.yaml"}
     never = CliRunner().invoke(cli.app, [*words, "--max-latency-ms", "0.000001"])
     assert never.exit_code == 1
-    assert never.stderr.splitlines()[-1] == "error: nothing keeps the budget"
+    assert never.stderr.splitlines()[-1] == "error: no trial meets the budget"
 
 
 @pytest.mark.slow
@@ -407,7 +407,7 @@ def test_the_api_gives_the_artifact_that_was_found(bench) -> None:
 
 @pytest.mark.parametrize("bits", [(8,), (16, 32), (8, 4), ()])
 def test_bits_are_8_and_at_least_one_more(bits: tuple[int, ...]) -> None:
-    with pytest.raises(UserError, match="bits: are 8 and at least one of 16 and 32"):
+    with pytest.raises(UserError, match="bits: must be 8 and at least one of 16 and 32"):
         Search(bits=bits)
 
 
@@ -426,7 +426,7 @@ def test_an_execution_that_the_float_graph_has_not_is_refused_before_anything_is
 
     monkeypatch.setattr(searching, "measure", never)
     monkeypatch.setattr(searching, "ranks", never)
-    said = re.escape(f"there is no execution '{name}' of the float graph here; use onnxruntime")
+    said = re.escape(f"no execution '{name}' of the float graph works here; use onnxruntime")
     with pytest.raises(UserError, match=said):
         searched(bench, execution=name)
     monkeypatch.setattr(Bed, "make", never)
@@ -440,7 +440,9 @@ def test_an_execution_is_named_by_its_engine_or_by_all_that_is_not_usual_of_it()
     assert named(every, None, "it") == every
     assert named(every, "onnxruntime", "it") == [usual, single]
     assert named(every, "onnxruntime[threads=1]", "it") == [single]
-    with pytest.raises(UserError, match=r"no execution 'openvino\[cuda\]' of it here; use .*threads=1\], openvino$"):
+    with pytest.raises(
+        UserError, match=r"no execution 'openvino\[cuda\]' of it works here; use .*threads=1\], openvino$"
+    ):
         named(every, "openvino[cuda]", "it")
 
 
@@ -462,7 +464,7 @@ def test_where_the_gate_lets_nothing_pass_trials_run_by_an_execution_that_works(
         assert choose_execution(bed, graph, None) == (second, ())
         assert choose_execution(bed, graph, execution_id(second)) == (second, ())
         with pytest.raises(
-            UserError, match=f"no execution '{first.engine}' of the float graph here; use {second.engine}"
+            UserError, match=f"no execution '{first.engine}' of the float graph works here; use {second.engine}"
         ):
             choose_execution(bed, graph, first.engine)
 
@@ -511,7 +513,7 @@ def test_an_engine_that_cannot_be_timed_is_named_and_trials_run_by_another(bench
 def test_what_is_no_float_module_cannot_be_searched(bench) -> None:
     base = Variant(bench.session, bench.baseline)
     quantized = opt.apply(base, OPEN)
-    with pytest.raises(UserError, match="search starts from a float module"):
+    with pytest.raises(UserError, match="search needs a float module"):
         opt.search(quantized)
     with pytest.raises(UserError, match="search takes a variant"):
         opt.search("resnet18")  # type: ignore[arg-type]

@@ -98,9 +98,9 @@ def test_a_run_is_opened_again_with_what_its_artifacts_were_made_from(copied_sto
     assert parent.key == rows["fuse"].file.key
     with pytest.raises(UserError, match=r"has no artifact 'ptk' \(did you mean ptq"):
         artifact_of(session, "tiny", "ptk")
-    with pytest.raises(UserError, match="qat cannot be looked at layer by layer"):
+    with pytest.raises(UserError, match="qat cannot be analysed layer by layer"):
         subject(artifact_of(session, "tiny", "qat").artifact, None)
-    with pytest.raises(UserError, match="another --seed than 1"):
+    with pytest.raises(UserError, match="a --seed different from 1"):
         reopen_run(copied_store, "tiny", SILENT, seed=1, device="cpu")
 
 

@@ -301,7 +301,7 @@ class Softened(nn.Module):
 @pytest.mark.parametrize(
     ("body", "kept", "reason"),
     [
-        (Shuffle, {"stem"}, "they come to lie in two dimensions, as in a channel shuffle"),
+        (Shuffle, {"stem"}, "they are split over two dimensions, as in a channel shuffle"),
         (Permuted, {"stem", "body.narrow"}, "they reach LayerNorm body.norm, through which channels are not followed"),
         (Unknown, {"stem"}, "they reach cumsum, through which channels are not followed"),
         (Softened, {"stem"}, "they reach softmax, through which channels are not followed"),

@@ -99,12 +99,12 @@ def test_what_is_kept_and_the_rounding_hold(made) -> None:
     # What is kept keeps what is tied to it; of 32 channels 16 stay.
     widths = [layer(module, f"{name}.0", nn.Conv2d).out_channels for name in ("stem", "depthwise", "residual")]
     assert widths == [16, 16, 16]
-    assert "outputs stay of stem.0, depthwise.0: they are to be kept" in artifact.card.notes
+    assert "outputs stay of stem.0, depthwise.0: they must be kept" in artifact.card.notes
 
 
 def test_what_cannot_be_is_told_in_a_line(session: Session, trained: Artifact, tmp_path: Path) -> None:
     with pytest.raises(
-        PassError, match=r"at most 0.0\d+ M .* \(macs=0.01\), and with the fewest channels .* there are 0.1\d+ M"
+        PassError, match=r"at most 0.0\d+ M .* \(macs=0.01\), but round_to=.* allow no fewer than 0.1\d+ M"
     ):
         session.apply(trained, PruneChannels(macs=0.01, train=WITHOUT))
     with pytest.raises(UserError, match=r"keep: the model has no module whose name or class is 'stam'.*stem"):

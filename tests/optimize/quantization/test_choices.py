@@ -221,11 +221,11 @@ def test_a_recipe_that_names_a_layer_wrongly_is_refused_before_anything_is_built
     [
         (
             Ptq(overrides={"dropout": {"weights": "per-tensor", "weight_observer": "mse"}}),
-            "ptq.overrides: 'dropout' has no weights that are quantized, and so no weight_observer and no weights",
+            "ptq.overrides: 'dropout' has no quantized weights, and so no weight_observer and no weights",
         ),
         (
             Ptq(keep_float=("stem", "head"), overrides={"Linear": {"observer": "minmax"}}),
-            "ptq.overrides: 'Linear' stays in float by keep_float: no setting of int8 holds there",
+            "ptq.overrides: 'Linear' stays in float because of keep_float: settings of int8 have no effect there",
         ),
     ],
 )
@@ -241,7 +241,7 @@ def test_an_override_of_which_a_part_stays_in_float_holds_for_the_rest() -> None
 
 
 def test_weights_of_single_layers_are_no_setting_of_qat() -> None:
-    with pytest.raises(UserError, match="overrides: 'head': weights: a setting of ptq; qat trains with a scale"):
+    with pytest.raises(UserError, match="overrides: 'head': weights: only ptq has this setting; qat uses one scale"):
         Qat(overrides={"head": {"weights": "per-tensor"}})
 
 

@@ -116,8 +116,8 @@ def test_what_was_written_is_read_again() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (Half(), r"must be an observer's class, or Half.with_args\(…\), and none that is made"),
-        (PerChannelMinMaxObserver, "the class PerChannelMinMaxObserver gives 2 scales, and an activation has one"),
+        (Half(), r"must be an observer's class, or Half.with_args\(…\), not an instance"),
+        (PerChannelMinMaxObserver, "the class PerChannelMinMaxObserver gives 2 scales, but an activation needs one"),
         (PlaceholderObserver, "the class PlaceholderObserver cannot observe an activation: Exception: "),
         (Half.with_args(sahre=0.5), r"the class Half\(sahre=0.5\) cannot observe an activation: TypeError: .*'sahre'"),
         (functools.partial(Half, 0.5), "an observer must be a class that derives"),

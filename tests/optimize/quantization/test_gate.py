@@ -128,7 +128,7 @@ def test_kernels_that_saturate_are_noticed(tmp_path: Path, monkeypatch) -> None:
     settings = Ptq(observer="minmax", min_agreement=0.0)
     PTQ.apply(parent, settings, context, tmp_path)
     monkeypatch.setattr(gate, "use_int8_kernels", saturating)
-    with pytest.raises(PassError, match=r"kernels compute something else than these integers mean"):
+    with pytest.raises(PassError, match=r"kernels compute wrong results for these integers"):
         PTQ.apply(parent, settings, context, tmp_path)
 
 

@@ -179,7 +179,7 @@ def test_the_artifact_is_its_own_reference_and_its_graph_is_certified_against_it
     card = quantized.artifact.card
     assert (card.file, card.format, card.precision) == (REFERENCE_FILE, "exported_program", "int8 in float arithmetic")
     assert card.notes[0].startswith("5 quantized layers, activations 0 to ")
-    assert "PT2E makes no program for torch's kernels" in card.notes[0]
+    assert "PT2E has no program for torch's kernels" in card.notes[0]
     graph = session.apply(quantized.artifact, OnnxInt8(), "graph")
     assert graph.artifact.card.target == card.target
     assert reference_origin(quantized.artifact) is None, "there is nothing to compare it with"

@@ -63,10 +63,10 @@ def test_records_run_in_their_order_where_they_are_wanted() -> None:
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ((_step("second", "first"), _step("first")), "words: second must run after first, and stands before it"),
-        ((_step("second", "frist"),), "words: second must run after frist, which is no record"),
-        ((_step("first"), _step("first")), "words: first stands twice"),
-        ((_step("first", "first"),), "words: first must run after first, and stands before it"),
+        ((_step("second", "first"), _step("first")), "words: second must run after first, but comes before it"),
+        ((_step("second", "frist"),), "words: second must run after frist, which is not a record"),
+        ((_step("first"), _step("first")), "words: first occurs twice"),
+        ((_step("first", "first"),), "words: first must run after first, but comes before it"),
     ],
 )
 def test_a_table_in_another_order_than_its_records_need_is_refused(steps: tuple[Any, ...], said: str) -> None:
@@ -78,7 +78,7 @@ def test_records_of_earlier_tables_may_be_what_must_have_run() -> None:
     first = Table("words", (_step("first"),))
     second = Table("more words", (_step("second", "first"),), behind=(first,))
     assert Table("last words", (_step("last", "first"),), behind=(second,)).records
-    with pytest.raises(ValueError, match="first stands twice"):
+    with pytest.raises(ValueError, match="first occurs twice"):
         Table("last words", (_step("first"),), behind=(second,))
 
 

@@ -54,7 +54,7 @@ def understood(words: str, plain: Any) -> float | str:
 def test_no_bare_number_but_0_is_taken_for_either(words: str) -> None:
     found = {plain: understood(words, plain) for plain in ("fraction", "points")}
     (refusal,) = [said for said in found.values() if isinstance(said, str)]
-    assert "say " in refusal
+    assert "write " in refusal
     assert "pp" in refusal
 
 
@@ -80,17 +80,17 @@ def refused(*words: str) -> str:
 def test_half_a_point_without_its_unit_is_no_fraction(command: tuple[str, ...], tmp_path) -> None:
     said = refused(*command, "--max-drop", "0.5", "--store", str(tmp_path / "store"))
     assert said == (
-        "error: --max-drop 0.5 is a fraction here, and above 0.05 not taken for one; say 0.5pp for 0.5 percentage "
+        "error: --max-drop 0.5 is a fraction here, which must be at most 0.05; write 0.5pp for 0.5 percentage "
         "points, or 50pp for the fraction 0.5\n"
     )
-    assert refused(*command, "--max-drop", "2").endswith("say 2pp for 2 percentage points\n")
+    assert refused(*command, "--max-drop", "2").endswith("write 2pp for 2 percentage points\n")
     assert not (tmp_path / "store").exists()
 
 
 def test_a_fraction_is_no_half_point(tmp_path) -> None:
     said = refused("search", TINY, "--max-drop", "0.005", "--store", str(tmp_path / "store"))
     assert said == (
-        "error: --max-drop 0.005 is 0.005 percentage points here; say 0.005pp if that is meant, or 0.5pp for the "
+        "error: --max-drop 0.005 is 0.005 percentage points here; write 0.005pp if you want that, or 0.5pp for the "
         "fraction 0.005\n"
     )
     assert "at most 100 percentage points" in refused("search", TINY, "--max-drop", "101")

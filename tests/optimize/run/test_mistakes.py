@@ -63,7 +63,7 @@ def indexed(num_classes):
 def compared(num_classes):
     return Net(3, num_classes, lambda logits: logits - logits.mean(0))
 """
-_LOST = "it must take any number of images: where squeeze() takes the batch's axis away, write flatten(1) in its place"
+_LOST = "it must accept any number of images: replace squeeze() by flatten(1) if it removes the batch axis"
 
 
 def refused(*words: object) -> str:
@@ -85,15 +85,15 @@ def refused(*words: object) -> str:
         ),
         (
             "named",
-            "gives a dict of 2 tensors (['a'] (2, 10), ['b'] (2, 10)); it must give its logits alone, or call them",
+            "gives a dict of 2 tensors (a (2, 10), b (2, 10)); it must return only its logits, or name them",
         ),
-        ("grey", "the first convolution takes 1: give --mean and --std 1 each, as 0.5"),
+        ("grey", "the first convolution takes 1: give --mean and --std 1 each, such as 0.5"),
         ("squeezed", f"the model gives (10,) for one image, and (4, 10) for 4; {_LOST}"),
         (
             "indexed",
             f"takes 4 images and fails on one: IndexError: too many indices for tensor of dimension 1; {_LOST}",
         ),
-        ("compared", "the model gives an image alone other logits than in a batch of 4 (they differ by up to 0."),
+        ("compared", "the model gives an image other logits alone than in a batch of 4 (by up to 0."),
     ],
 )
 def test_a_network_that_gives_no_logits_of_the_classes_is_refused_before_it_is_trained(
@@ -139,15 +139,15 @@ def test_what_a_search_cannot_train_is_one_line_with_its_traceback_in_a_file(tmp
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (("run", "best.pth"), "best.pth: is a file of weights; name the network .* --checkpoint best.pth"),
-        (("run", "net.onnx"), "net.onnx: passes work on PyTorch's networks"),
-        (("run", TINY, "--trust-checkpoint"), "--trust-checkpoint is of a checkpoint, and none is given"),
-        (("run", TINY, "--name", 200 * "a"), "a run's name has at most 128 characters, this one has 200"),
+        (("run", "best.pth"), "best.pth: is a file of weights; name their network.* --checkpoint best.pth"),
+        (("run", "net.onnx"), "net.onnx: passes work on PyTorch networks"),
+        (("run", TINY, "--trust-checkpoint"), "--trust-checkpoint needs a checkpoint, and none is given"),
+        (("run", TINY, "--name", 200 * "a"), "the name of a run must have at most 128 characters, this one has 200"),
         (
             ("run", TINY, "--name", "x.search"),
-            "does not end in .search: what `search` finds of the run x lies in .* x.search",
+            "must not end in .search: the folder x.search is for the results of `search`",
         ),
-        (("search", TINY, "--name", "x.profile"), "a run's name does not end in .profile"),
+        (("search", TINY, "--name", "x.profile"), "the name of a run must not end in .profile"),
         (("run", TINY, "--seed", 1 << 63), "seed: input should be less than 4294967296"),
         (("run", TINY, "--confidence", 0.9999999999999999), "^error: confidence: input should be less than or equal"),
         (("run", TINY, "--tensorboard", TINY_NET), "tiny_net.py cannot be written: .*tiny_net.py is not a folder"),
@@ -169,7 +169,8 @@ def test_what_is_said_of_trainings_is_refused_where_nothing_is_trained(words: tu
     given = ("run", f"{TINY_NET}:tiny", "--checkpoint", tmp_path / "net.pt", "--recipe", recipe, *words)
     said = refused(*given, "--store", tmp_path / "store")
     assert said == (
-        f"error: {' '.join(words)}: nothing is trained, for the model brings its weights and no pass of {recipe} trains"
+        f"error: {' '.join(words)}: nothing would be trained, because the model has weights "
+        f"and no pass of {recipe} trains"
     )
     assert not (tmp_path / "store").exists()
 
@@ -195,7 +196,7 @@ def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
 
 def test_a_state_dict_in_the_place_of_its_file_is_refused(tmp_path: Path) -> None:
     weights: object = Tiny(10).state_dict()
-    with pytest.raises(UserError, match=r"^checkpoint: must be a path, and not OrderedDict"):
+    with pytest.raises(UserError, match=r"^checkpoint: must be a path, not OrderedDict"):
         optimize.load(TINY, checkpoint=weights, store=tmp_path)  # type: ignore[arg-type]
 
 

@@ -295,10 +295,10 @@ def with_data(store: Path, **changes: object) -> None:
 
 
 def test_layers_are_run_on_no_other_images_than_the_run_was_measured_on(copied_store: Path) -> None:
-    with pytest.raises(UserError, match=r"not those that tiny was measured on.* another --seed than 3; .*--data"):
+    with pytest.raises(UserError, match=r"not those that tiny was measured on.* a --seed different from 3; .*--data"):
         layers_of(copied_store, seed=3)
     with_data(copied_store, val_fingerprint="0123")
-    with pytest.raises(UserError, match="another --seed than 0"):
+    with pytest.raises(UserError, match="a --seed different from 0"):
         layers_of(copied_store)
     assert layers_of(copied_store, data="digits").layers, "images that are named may be any"
 
@@ -307,7 +307,7 @@ def test_of_a_run_that_measured_on_a_part_of_the_images_layers_are_run_on_that_p
     val = open_data("digits", seed=0).val
     with_data(copied_store, val=100, val_of=len(val), val_fingerprint=subset(val, 100, 0).fingerprint)
     assert layers_of(copied_store).layers
-    with pytest.raises(UserError, match="another --seed than 1"):
+    with pytest.raises(UserError, match="a --seed different from 1"):
         layers_of(copied_store, seed=1)
 
 
@@ -336,10 +336,10 @@ def test_what_is_certified_knows_the_program_that_says_what_its_integers_mean(ti
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--images", "4"), "error: --images: only layers"),
-        (("--data", "digits"), "error: --data: only layers"),
-        (("--seed", "0"), "error: --seed: only layers"),
-        (("--images", "8", "--data", "digits"), "error: --images and --data: only layers"),
+        (("--images", "4"), "error: --images: only single layers"),
+        (("--data", "digits"), "error: --data: only single layers"),
+        (("--seed", "0"), "error: --seed: only single layers"),
+        (("--images", "8", "--data", "digits"), "error: --images and --data: only single layers"),
     ],
 )
 def test_images_that_no_layer_would_be_run_on_are_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:

@@ -573,7 +573,7 @@ def test_ctrl_c_ends_in_one_line_and_the_next_run_goes_on(programs: Programs, tm
     store = tmp_path / "store"
     code, last = interrupt_in_training(programs, store, tmp_path, signal.SIGINT)
     assert code == 130
-    assert last == ["interrupted; what was finished is kept, the same command goes on from there"]
+    assert last == ["interrupted; finished steps are kept, and the same command continues"]
     assert list((store / ".store" / "tmp").iterdir()) == []
     _, heard = run_recipe(store, with_stages(FUSE, **BRIEF))
     assert heard.made() == MEASUREMENTS

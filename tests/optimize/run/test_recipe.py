@@ -146,14 +146,18 @@ ILLEGAL = {
         2,
         r"takes .* a quantized \(int8\) module, not a float",
     ),
-    "illegal name": ("stages:\n  - pass: fuse\n    name: ../up\n", 3, "name '../up' must be of a-z"),
+    "illegal name": (
+        "stages:\n  - pass: fuse\n    name: ../up\n",
+        3,
+        "name '../up' must have at most 64 of the characters a-z",
+    ),
     "long name": (f"stages:\n  - pass: fuse\n    name: {'a' * 65}\n", 3, "at most 64"),
     "value out of range": ("stages:\n  - pass: ptq\n    config:\n      images: 0\n", 4, "ptq.images: .*(it is 0)"),
     "wrong type": ("stages:\n  - pass: ptq\n    config: {images: many}\n", 3, "ptq.images: .*'many'"),
     "a truth value": (
         "stages:\n  - pass: qat\n    config: {epochs: yes}\n",
         3,
-        "qat.epochs: must not be a truth value",
+        "qat.epochs: must not be true or false",
     ),
     "an infinite number": ("stages:\n  - pass: fuse\n    config: {tolerance: .inf}\n", 3, "tolerance.*finite"),
     "no number": ("measure:\n  seconds: .nan\nstages:\n  - pass: fuse\n", 2, "measure.seconds"),
@@ -310,8 +314,8 @@ stages:
         (2, "recommend.max_drop"),
         (4, "measure.rounds"),
         (5, "measure.executions: "),
-        (6, "baseline.epochs: must not be a truth value"),
-        (9, "name 'p q' must be of"),
+        (6, "baseline.epochs: must not be true or false"),
+        (9, "name 'p q' must have"),
         (11, "unknown pass 'qatt'"),
         (13, "nowhere starts from 'fusee'"),
         (17, "qat.epochs"),
@@ -337,6 +341,6 @@ stages:
     with pytest.raises(UserError) as caught:
         load(tmp_path, text)
     first, second, third = str(caught.value).splitlines()
-    assert ":7: prune-channels.train.epochs: must not be a truth value" in first
+    assert ":7: prune-channels.train.epochs: must not be true or false" in first
     assert ":8: unknown field 'epoch' in the config of prune-channels.train (did you mean epochs?)" in second
     assert ":9: prune-channels.train.learning_rate: must be a finite number" in third

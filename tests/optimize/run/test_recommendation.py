@@ -95,7 +95,7 @@ def test_too_few_images_say_how_many_would_do_and_name_the_unproven_best() -> No
 def test_with_enough_images_an_unproven_best_is_named_with_the_number_that_would_decide() -> None:
     chosen = choose(row("baseline", 10, 100), row("ptq", 2, 30, gained=20, lost=30), row("qat", 5, 30))
     assert (chosen.name, chosen.unproven) == ("qat", "ptq@e")
-    needed = int(re.search(r"if it goes on so, ([\d,]+) images", chosen.rejected["ptq@e"])[1].replace(",", ""))  # type: ignore[index]
+    needed = int(re.search(r"at this rate, ([\d,]+) images", chosen.rejected["ptq@e"])[1].replace(",", ""))  # type: ignore[index]
     assert low(round(needed * 0.02), round(needed * 0.03), needed) > -0.02 - 1e-4
     assert low(round(needed * 0.018), round(needed * 0.027), round(needed * 0.9)) < -0.02
 
@@ -339,7 +339,7 @@ def test_the_choice_says_that_it_flatters_and_what_was_tested() -> None:
     chosen = choose(row("baseline", 10, 100), row("ptq", 2, 30), row("qat", 3, 30), row("onnx", 4, 30))
     assert chosen.selection is not None
     assert chosen.selection.startswith(
-        "It is the best of 4 pairs on the same 1,000 images and rounds that are reported;"
+        "It is the best of 4 pairs on the same 1,000 images and rounds that are reported,"
     )
     assert (
         "3 pairs were tested together for accuracy: the chance that one passes which loses 2 points or more is at "

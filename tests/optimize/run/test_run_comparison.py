@@ -118,7 +118,9 @@ def test_a_baseline_that_guesses_and_answers_of_another_machine_are_told(two_run
     seal(path.parent)
     guesses, elsewhere = remarks(store)
     assert "guessing among 1 classes gives (100.00 %)" in guesses
-    assert elsewhere.startswith("The answers of tiny are of another machine (Imaginary CPU), and speed and memory of ")
+    assert elsewhere.startswith(
+        "The answers of tiny come from another machine (Imaginary CPU), but speed and memory from "
+    )
 
 
 def test_each_is_run_by_the_execution_that_its_report_has_as_the_best(tiny_run: TinyRun, two_runs: Path) -> None:
@@ -173,7 +175,7 @@ def test_a_list_of_runs_has_no_latencies_side_by_side(two_runs: Path) -> None:
     head, *lines = result.stdout.splitlines()
     assert "ms" not in head
     assert [line.split()[0] for line in lines[:2]] == ["other", "tiny"]
-    assert "speed is to each run's own fastest float execution" in lines[-1]
+    assert "speed is relative to the fastest float execution of each run" in lines[-1]
 
 
 def test_a_report_of_another_version_is_left_out_of_the_list_and_named(two_runs: Path, tmp_path: Path) -> None:
@@ -185,5 +187,5 @@ def test_a_report_of_another_version_is_left_out_of_the_list_and_named(two_runs:
     assert "other" not in result.stdout
     assert "tiny" in result.stdout
     (line,) = result.stderr.splitlines()
-    assert "other/report.json is of an older version (schema 1, and not 4)" in line
-    assert line.endswith("run the model again to make it anew")
+    assert "other/report.json is of an older version (schema 1, not 4)" in line
+    assert line.endswith("run the model again")

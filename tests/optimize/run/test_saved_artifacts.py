@@ -103,7 +103,9 @@ def test_a_pass_that_needs_the_ancestors_says_that_they_are_not_there(
 ) -> None:
     folder = saved(session.apply(fused, Ptq(images=8)).artifact, tmp_path / "out")
     elsewhere = session_in(tmp_path / "other")
-    with pytest.raises(UserError, match="onnx-int8 goes on from what ptq was made from, which is not in the store"):
+    with pytest.raises(
+        UserError, match="onnx-int8 needs the artifact that ptq was made from, which is not in the store"
+    ):
         elsewhere.apply(take(elsewhere, folder).artifact, OnnxInt8())
 
 
@@ -128,7 +130,7 @@ def test_what_does_not_belong_to_the_session_is_refused(session: Session, fused:
         (dataclasses.replace(session, context=labelled), "list of classes"),
         (dataclasses.replace(session, source=resolve_model(f"{TINY_NET}:tiny_without_linear")), "model"),
     ):
-        with pytest.raises(UserError, match=f"is of another {what} than this session"):
+        with pytest.raises(UserError, match=f"has another {what} than this session"):
             take(other, folder)
     (folder / fused.card.file).write_bytes(b"damaged")
     with pytest.raises(UserError, match=r"cannot be loaded: .*corrupted"):
@@ -178,7 +180,7 @@ def test_what_was_pruned_since_is_told_in_a_line(tmp_path: Path) -> None:
     base = opt.load(TINY, training=opt.Training(epochs=1, augment=False), store=tmp_path / "store", device="cpu")
     pickled = pickle.dumps(base.step)
     shutil.rmtree(base.artifact.folder)
-    with pytest.raises(UserError, match="baseline cannot be opened again, make it anew"):
+    with pytest.raises(UserError, match="baseline cannot be opened, make it again"):
         pickle.loads(pickled)
 
 

@@ -183,7 +183,7 @@ def test_an_artifact_of_any_engine_teaches_by_its_answers_and_not_by_features(co
         assert torch.equal(pickle.loads(pickle.dumps(module))(images), answers)
     assert (answers.dtype, answers.shape) == (torch.float32, (8, 4))
     assert 0 < (answers - expected).abs().max() < 0.05 * expected.abs().max()
-    with pytest.raises(UserError, match=rf"distil\.features: {said}; a float module has fea"):
+    with pytest.raises(UserError, match=rf"distil\.features: {said}; use a float module"):
         session.teaching(taught("narrow", features=["relu"]), base, {"narrow": narrow})
 
 
@@ -198,7 +198,7 @@ def test_what_cannot_teach_is_refused_in_one_line_before_anything_is_made(sessio
         "moved": dataclasses.replace(base, name="moved", card=dataclasses.replace(base.card, classes=tuple("dcba"))),
     }
     refusals = {
-        "basline": r"there is no artifact 'basline' \(did you mean baseline\?\); there are baseline, small",
+        "basline": r"there is no artifact 'basline' \(did you mean baseline\?\); the artifacts are baseline, small",
         "small": "inputs of small .*differ: 1x8x8 and 1x16x16",
         "more": "more .*has 2 classes, the data has 4",
         "moved": "moved .*has other classes",
@@ -212,7 +212,7 @@ def test_what_cannot_teach_is_refused_in_one_line_before_anything_is_made(sessio
         session.apply(base, taught(saved(tmp_path, 5, 7)))
     save_file(weights(5), tmp_path / "other.safetensors", {"classes": '["b", "a", "c", "d"]'})
     with pytest.raises(
-        UserError, match=r"has the student's classes in another order \('classes' of its checkpoint: b, a"
+        UserError, match=r"has the same classes as the student in another order \('classes' of its checkpoint: b, a"
     ):
         session.apply(base, taught({"model": TINY, "checkpoint": tmp_path / "other.safetensors"}))
     spoilt = torch.nn.Linear(2, 2)
@@ -220,7 +220,7 @@ def test_what_cannot_teach_is_refused_in_one_line_before_anything_is_made(sessio
     with pytest.raises(UserError, match=r"^distil\.teacher: Linear: does not fit the model: .* hold NaN"):
         session.apply(base, taught(spoilt))
     with pytest.raises(
-        UserError, match=r"distil.teacher: 'self' is the float network that a pass starts from, and the"
+        UserError, match=r"distil.teacher: 'self' is the float network that a pass starts from, but the"
     ):
         session.baseline(TrainingConfig(**STEP, distil="self"))
     assert sorted(session.store.objects.iterdir()) == before
@@ -231,16 +231,17 @@ def test_what_cannot_teach_is_refused_in_one_line_before_anything_is_made(sessio
     [
         (
             "stages:\n- {pass: fuse}\n- pass: qat\n  from: baseline\n  config:\n    distil:\n      teacher: fuze\n",
-            r"7: qat: distil\.teacher: 'fuze' is no earlier stage \(did you mean fuse\?\); earlier are baseline, fuse",
+            r"7: qat: distil\.teacher: 'fuze' is no earlier stage \(did you mean fuse\?\); the earlier ones are "
+            "baseline, fuse",
         ),
         (
             "stages:\n- pass: onnx\n- pass: qat\n  from: baseline\n"
             "  config: {distil: {teacher: onnx, features: [a]}}\n",
-            r"5: qat: distil\.teacher: onnx is a float ONNX graph, which has no features; a float module has",
+            r"5: qat: distil\.teacher: onnx is a float ONNX graph, which has no features; use a float module",
         ),
         (
             "stages:\n- pass: prune-nm\n  config:\n    train:\n      distil: qat\n",
-            r"5: prune-nm: distil\.teacher: 'qat' is no earlier stage; earlier are baseline",
+            r"5: prune-nm: distil\.teacher: 'qat' is no earlier stage; the earlier ones are baseline",
         ),
         (
             "baseline:\n  distil: self\nstages: [pass: fuse]\n",
@@ -248,7 +249,7 @@ def test_what_cannot_teach_is_refused_in_one_line_before_anything_is_made(sessio
         ),
         (
             "baseline:\n  distil: {teacher: {model: resnet18}}\nstages: [pass: fuse]\n",
-            r"2: baseline\.distil: teacher: resnet18 needs weights, by checkpoint or by weights",
+            r"2: baseline\.distil: teacher: resnet18 needs weights to be a teacher: set checkpoint or weights",
         ),
         (
             "stages:\n- pass: qat\n  config:\n    distil:\n      teacher: self\n      temperatur: 2\n",
@@ -284,7 +285,7 @@ def test_a_recipes_features_and_models_are_tried_before_its_baseline_is_trained(
 def test_a_feature_that_training_for_integers_has_not_is_refused_before_the_baseline_is_trained(tmp_path):
     """A convolution that becomes one with its norm and its activation has no value of its own any more."""
     stages = with_stages({"pass": "qat", "config": {"distil": {"teacher": "self", "features": ["_0"]}}})
-    with pytest.raises(UserError, match=r"computes '_0' as one with what follows it; .* is '_2'$") as refusal:
+    with pytest.raises(UserError, match=r"fuses '_0' with the node after it; .* is '_2'$") as refusal:
         run_recipe(tmp_path / "store", stages)
     assert "\n" not in str(refusal.value)
     assert not list((tmp_path / "store" / ".store" / "objects").iterdir())
@@ -300,5 +301,5 @@ def test_settings_of_a_teacher_are_plain_values_and_come_back():
 def test_activation_checkpointing_goes_with_answers_and_not_with_features():
     config = TrainingConfig(activation_checkpointing=True, distil="self")
     assert config.distil is not None
-    with pytest.raises(UserError, match=r"Training: activation_checkpointing forgets what is within a network and dis"):
+    with pytest.raises(UserError, match=r"Training: activation_checkpointing discards the activations that dis"):
         TrainingConfig(activation_checkpointing=True, distil={"teacher": "self", "features": ["relu"]})

@@ -114,7 +114,7 @@ def test_every_changed_file_of_a_run_is_named_and_refused_by_what_reads_it(small
             said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
             assert (result.exit_code, len(said)) == (2, 1), (name, reader, result.output, result.exception)
             assert str(path) in said[0], (name, reader)
-            assert "run the model again" in said[0] or "run what made tiny again" in said[0], (name, reader)
+            assert "run the model again" in said[0] or "run the command that made tiny again" in said[0], (name, reader)
         path.write_bytes(before)
     assert verified(small_store) == f"4 {WHOLE}"
 
@@ -228,7 +228,7 @@ def test_a_run_that_is_killed_before_it_seals_says_so_and_the_next_one_mends_it(
 def test_nothing_is_pruned_by_a_changed_list_of_what_a_run_needs(small_store: Path) -> None:
     path = small_store / "tiny" / "objects.json"
     one_letter_else(path)
-    with pytest.raises(UserError, match="cannot be read as it was written; run what made tiny again, or remove"):
+    with pytest.raises(UserError, match="is damaged; run the command that made tiny again, or remove"):
         prunable(Store(small_store))
     again(small_store)
     prunable(Store(small_store))

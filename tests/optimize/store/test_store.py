@@ -307,7 +307,7 @@ def test_a_full_disk_is_known_by_a_librarys_own_words(tmp_path: Path) -> None:
 def test_a_file_in_place_of_the_store_is_the_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("I am a file")
     for root in (tmp_path / "store", tmp_path / "store" / "below"):
-        with pytest.raises(UserError, match="is not a folder; name another one with --store"):
+        with pytest.raises(UserError, match="is not a folder; choose another one with --store"):
             Store(root)
 
 

@@ -121,7 +121,7 @@ def test_nothing_is_removed_if_it_cannot_be_known_what_is_used(tmp_path: Path, c
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "objects.json").write_text(content)
     for ask in (lambda: prunable(store), lambda: prune(store, agreed)):
-        with pytest.raises(UserError, match=r"objects\.json cannot be read"):
+        with pytest.raises(UserError, match=r"objects\.json is damaged"):
             ask()
     assert objects(store) == {KEY}
 

@@ -217,5 +217,5 @@ def test_who_trains_a_graph_is_told_which_gradients_are_not_in_it(functions, of_
         folder.mkdir()
         notes = made_by.apply(parent, config(**settings, **gates), context, folder).notes
         told[made_by.name] = [note for note in notes if "gradient" in note]
-    said = f"trained without the gradient of their own of {lost}: with that of what they compute"
+    said = f"trained without the custom gradients of {lost}: the gradient of their forward computation is used"
     assert told == {"qat": [said] if lost else [], "fine-tune": []}

@@ -534,7 +534,7 @@ def test_a_forward_that_asks_what_it_is_given_hears_that_it_is_a_tensor(way: str
 
 @pytest.mark.parametrize("way", ["by its class", "by torch", "by its name", "by a pattern", "by dispatch"])
 def test_without_an_example_a_forward_that_asks_whether_it_is_given_a_tensor_is_refused(way: str) -> None:
-    with pytest.raises(PassError, match="it asks what a tensor is"):
+    with pytest.raises(PassError, match="it checks the type of a tensor"):
         trace(Asking(QUESTIONS[way]))
 
 
@@ -592,7 +592,7 @@ def test_a_scripted_function_is_what_it_was_written_as() -> None:
 
 
 def test_a_scripted_layer_is_refused_in_a_line() -> None:
-    with pytest.raises(PassError, match="a layer of it is TorchScript") as caught:
+    with pytest.raises(PassError, match="one of its layers is TorchScript") as caught:
         trace(Scripted(torch.jit.script(nn.SiLU())), EXAMPLE)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -651,10 +651,10 @@ def test_a_forward_that_goes_by_the_batch_or_by_what_is_in_a_tensor_is_refused(m
 @pytest.mark.parametrize(
     ("write", "said"),
     [
-        (into_a_view, "and reads it by another name"),
-        (beside_a_view, "and reads it by another name"),
-        (given_back_by_another_name, "and reads it by another name"),
-        (behind_a_mask, "at places that are no integers and no slices"),
+        (into_a_view, "and reads it through another name"),
+        (beside_a_view, "and reads it through another name"),
+        (given_back_by_another_name, "and reads it through another name"),
+        (behind_a_mask, "at indices that are neither integers nor slices"),
         (every_second, "in steps of 2"),
         (into_the_batch, "a part of the batch"),
     ],

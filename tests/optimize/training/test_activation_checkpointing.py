@@ -153,11 +153,11 @@ def test_the_blocks_are_those_of_the_network():
 
 
 def test_what_writes_to_its_input_is_no_block_to_compute_again():
-    with pytest.raises(UserError, match="this network has no blocks that could be computed again to save memory"):
+    with pytest.raises(UserError, match="this network has no blocks whose recomputation saves enough memory"):
         two_steps(Net(in_place=True), lighter=True)
 
 
 def test_a_network_without_blocks_is_refused_in_one_line():
     config = FAST.model_copy(update={"activation_checkpointing": True})
-    with pytest.raises(UserError, match=r"^activation_checkpointing: .* would leave 100% of it; train without$"):
+    with pytest.raises(UserError, match=r"^activation_checkpointing: .* would leave 100% of it: train without$"):
         train(network(), brightness(), config)

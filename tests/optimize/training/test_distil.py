@@ -217,7 +217,7 @@ def test_features_are_learned_and_their_projections_left_behind():
     assert difference(student, before) > 1e-2
     assert result.epochs[-1].loss < result.epochs[0].loss
     assert result.notes == (
-        "taught by master: features relu with weight 1; it answered each step's images anew (features)",
+        "taught by master: features relu with weight 1; it computed its outputs again in each step (features)",
     )
 
 
@@ -283,8 +283,8 @@ def test_answers_to_images_that_never_change_are_kept_and_teach_the_same(tmp_pat
     anew = train(without, taught(context, Knowing()), config)
     result = train(first, taught(there, Knowing()), config)
     assert "teacher" in heard.messages
-    assert result.notes[0].endswith("its answers are kept in the store")
-    assert anew.notes[0].endswith("it answered each step's images anew")
+    assert result.notes[0].endswith("its outputs are kept in the store")
+    assert anew.notes[0].endswith("it computed its outputs again in each step")
     assert difference(first, without) < 1e-5
     # A teacher that would answer otherwise is not asked: by its digest it is the same one.
     train(second, taught(there, nn.Sequential(nn.Flatten(), nn.Linear(256, 4)), name="renamed"), config)
@@ -304,7 +304,7 @@ def test_images_that_change_are_answered_anew_and_the_note_says_why(setting, sai
     context = taught(dataclasses.replace(brightness(), store=Store(tmp_path)), Knowing())
     config = learning().model_copy(update={"epochs": 1, "max_steps": 1, **setting})
     result = train(plain(), context, config)
-    assert result.notes[0].endswith(f"it answered each step's images anew ({said})")
+    assert result.notes[0].endswith(f"it computed its outputs again in each step ({said})")
 
 
 @pytest.mark.parametrize("change", [{"digest": "b" * 64}, {"precision": "bfloat16"}])
@@ -325,7 +325,7 @@ def test_another_teacher_or_precision_has_answers_of_its_own(change, tmp_path):
 @pytest.mark.parametrize(
     ("master", "features", "said"),
     [
-        (Wide(classes=5), {}, "gives 5 for an image and the data has 4 classes"),
+        (Wide(classes=5), {}, "gives 5 for an image, but the data has 4 classes"),
         (nn.Conv2d(3, 4, 3), {}, "the teacher master fails on images of 1x16x16"),
         (Wide(), {"relo": "relu"}, r"the student has no node 'relo' \(did you mean relu\?\)"),
         (Wide(), {"relu": "conv.1"}, r"the teacher has no node 'conv.1' \(did you mean conv"),
@@ -371,7 +371,7 @@ def test_qat_learns_features_by_the_names_of_the_float_network(tmp_path: Path):
     product = QAT.apply(parent, Qat(**short, distil=Distil(teacher="self", features=names)), context, tmp_path)
     assert any("features stem_2, relu, residual_1" in note for note in product.notes)
     for gone, said in (
-        ("stem_0", "the student computes 'stem_0' as one with what follows it; what they give together is 'stem_2'$"),
+        ("stem_0", "the student fuses 'stem_0' with the node after it; the output of both is 'stem_2'$"),
         ("stem_1", r"the student has no node 'stem_1' \(did you mean stem_2"),
     ):
         with pytest.raises(UserError, match=said):

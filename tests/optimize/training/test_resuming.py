@@ -46,7 +46,7 @@ def test_a_training_that_is_killed_at_any_step_ends_with_the_same_weights(outcom
     assert resumed["steps"] == STEPS - (at - 1), "the step that was not saved is taken again, and no other"
     assert resumed["made"] == whole["made"]
     assert resumed["notes"] == whole["notes"]
-    assert any("training goes on in epoch" in line for line in resumed["said"]) == (at > 1)
+    assert any("training continues in epoch" in line for line in resumed["said"]) == (at > 1)
     assert resumed["left"] == whole["left"] == []
 
 
@@ -84,7 +84,7 @@ def test_a_checkpoint_that_cannot_be_read_is_said_and_training_begins_anew(tmp_p
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:100])
     assert checkpoints.load() is None
-    assert heard.lines == ["the checkpoint of the interrupted training cannot be read; it begins anew"]
+    assert heard.lines == ["the checkpoint of the interrupted training cannot be read; training starts again"]
 
 
 def test_a_full_disk_stops_the_checkpoints_and_not_the_training(tmp_path):
@@ -95,7 +95,7 @@ def test_a_full_disk_stops_the_checkpoints_and_not_the_training(tmp_path):
     checkpoints.save({})
     assert (before, checkpoints.due) == (True, False)
     assert len(heard.lines) == 1
-    assert "no checkpoint can be written" in heard.lines[0]
+    assert "training continues without checkpoints" in heard.lines[0]
 
 
 def test_no_checkpoint_is_due_before_its_time_or_without_a_folder(tmp_path):
@@ -130,7 +130,7 @@ def test_any_flipped_bit_of_a_checkpoint_is_noticed(place, bit, tmp_path_factory
     content[int(place * len(content))] ^= 1 << bit
     path.write_bytes(content)
     assert checkpoints.load() is None
-    assert heard.lines == ["the checkpoint of the interrupted training cannot be read; it begins anew"]
+    assert heard.lines == ["the checkpoint of the interrupted training cannot be read; training starts again"]
 
 
 def test_two_trainings_for_one_object_go_on_each_from_its_own_checkpoint(tmp_path):
@@ -144,7 +144,7 @@ def test_two_trainings_for_one_object_go_on_each_from_its_own_checkpoint(tmp_pat
         for name, value in alone.state_dict().items():
             assert torch.equal(kept.state_dict()[name], value)
             assert torch.equal(again.state_dict()[name], value)
-    assert len([line for line in heard.lines if "goes on" in line]) == 2
+    assert len([line for line in heard.lines if "continues" in line]) == 2
 
 
 def test_another_number_of_processes_does_not_go_on_from_what_these_have_trained():

@@ -162,7 +162,7 @@ def test_what_was_trained_already_is_kept_where_no_epoch_is_better(scores, best,
     assert [epoch.held_out_top1 for epoch in result.epochs] == scores[1:]
     kept = module.state_dict()
     assert all(torch.equal(kept[name], before[name]) for name in kept) == (best is None)
-    assert ("no better after any of 2 epochs, kept as it was before them" in result.kept) == (best is None)
+    assert ("no better after any of 2 epochs, kept as it was before training" in result.kept) == (best is None)
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not():
@@ -261,7 +261,7 @@ def test_a_warm_up_of_exactly_one_step_is_taken():
 
 def test_one_image_a_class_is_too_few_to_hold_any_out():
     split = dataclasses.replace(noise(4), labels=torch.arange(4))
-    with pytest.raises(UserError, match="has one training image a class"):
+    with pytest.raises(UserError, match="has one training image per class"):
         train(network(), noise_context(train=split), FAST)
 
 

@@ -424,8 +424,12 @@ def test_a_setting_that_cannot_be_is_refused_by_name(setting):
 
 
 def test_parts_of_a_step_that_would_have_fewer_than_two_images_are_refused():
-    with pytest.raises(UserError, match=r"accumulate=9 leaves parts of fewer than two images.*of batch_size=16$"):
+    with pytest.raises(
+        UserError, match=r"accumulate=9 leaves parts with fewer than the two images.*with batch_size=16$"
+    ):
         TrainingConfig(batch_size=16, accumulate=9)
     context = dataclasses.replace(brightness(), processes=2)
-    with pytest.raises(UserError, match=r"processes: 2 cannot share steps of 16 .* each part of 8 \(accumulate\)$"):
+    with pytest.raises(
+        UserError, match=r"processes: 2 cannot share steps of 16 .* in each of its 8 parts \(accumulate\)$"
+    ):
         train(nn.Linear(1, 1), context, TrainingConfig(batch_size=16, accumulate=8))

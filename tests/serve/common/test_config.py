@@ -91,7 +91,7 @@ def test_what_is_no_model_is_refused_in_one_line_with_what_would_be(value: objec
     with pytest.raises(UserError, match=r"^model: must be the name of a torchvision classifier, .*, and not .*") as no:
         opt.load(value)  # type: ignore[arg-type]
     assert "\n" not in str(no.value)
-    assert ("give one of it: Linear(…)" in str(no.value)) is (value is nn.Linear)
+    assert ("give an instance of it: Linear(…)" in str(no.value)) is (value is nn.Linear)
 
 
 @pytest.mark.parametrize("given", [("Conv2d",), ("features.*.conv", "Linear"), ("layer4.*",) * 20])

@@ -225,5 +225,5 @@ def test_a_graph_of_another_normalisation_is_noticed(context, tmp_path):
 def test_half_takes_pixels_or_half_floats_and_not_both():
     assert OnnxHalf().input == "uint8"
     assert OnnxHalf(io="float16").input == "float"
-    with pytest.raises(UserError, match=r"io=float16 is for input=float; with input=uint8 the graph takes pixels"):
+    with pytest.raises(UserError, match=r"io=float16 needs input=float; with input=uint8 the graph reads pixels"):
         OnnxHalf(io="float16", input="uint8")

@@ -163,7 +163,7 @@ def test_each_method_runs_as_int8_with_its_number_of_values(settings, values: in
     assert product.precision == f"int8 ({expected} executed)"
     largest = max(int(weight.abs().max()) for weight in packed_weights(tmp_path)[1:-1])
     stored = {1: "2 or 4", 7: "4"}.get(largest)  # ttq's take int8
-    said = f"onnx-packed stores them in {stored} bits" if stored else "no type of ONNX that is smaller holds them"
+    said = f"onnx-packed stores them in {stored} bits" if stored else "ONNX has no smaller type for them"
     assert product.notes[0].endswith(said)
 
 
@@ -347,8 +347,8 @@ def test_an_int8_graph_has_nothing_to_pack(made, session) -> None:
         (QatLowbit, {"weight_bits": 1, "weight_quantizer": "lsq"}, "lsq needs weight_bits 2 to 7"),
         (QatLowbit, {"weight_bits": 8, "weight_quantizer": "twn"}, "twn is for fewer than 8 bits"),
         (QatLowbit, {"activation_bits": 8, "activation_quantizer": "pact"}, "pact is for fewer than 8 bits"),
-        (QatLowbit, {"weight_bits": 8, "activation_bits": 8}, "which is int8: ptq makes that by calibration, qat by"),
-        (PtqLowbit, {"weight_bits": 8, "activation_bits": 8}, "which is int8: ptq makes that by calibration, qat by"),
+        (QatLowbit, {"weight_bits": 8, "activation_bits": 8}, "which is int8: use ptq or qat"),
+        (PtqLowbit, {"weight_bits": 8, "activation_bits": 8}, "which is int8: use ptq or qat"),
         (PtqLowbit, {"weight_bits": 1, "rounding": "adaround"}, "needs weight_bits 2 to 8"),
         (OnnxPacked, {"smallest": "int1"}, "smallest"),
     ],

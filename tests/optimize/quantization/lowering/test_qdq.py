@@ -170,12 +170,12 @@ def test_where_a_bound_is_infinite_the_integers_own_end_is_one_and_the_other_bou
 @pytest.mark.parametrize(
     ("model", "expected", "complaint"),
     [
-        (graph(quantized=False, weight="float"), (1, 1, []), "nothing is quantized, this is a float graph"),
-        (graph(quantized=False, weight="float"), (0, 0, []), "nothing is quantized, this is a float graph"),
+        (graph(quantized=False, weight="float"), (1, 1, []), "nothing is quantized: this is a float graph"),
+        (graph(quantized=False, weight="float"), (0, 0, []), "nothing is quantized: this is a float graph"),
         (graph(weight="float"), (1, 0, []), "nothing is quantized"),
         (graph(weight="float behind Q"), (1, 1, []), "the constant weight is stored in float"),
         (graph(weight="uint8"), (1, 1, []), "weight weight is UINT8, not INT8"),
-        (graph(), (2, 1, []), "1 activation and 1 weight quantizers came out of the export, torch has 2 and 1"),
+        (graph(), (2, 1, []), "1 activation and 1 weight quantizers came out of the export, but torch has 2 and 1"),
         (graph(), (1, 2, []), "torch has 1 and 2"),
         (graph(), (1, 1, [NARROW]), "1 activation ranges need a clamp, only 0 have one"),
         (graph(scale=0.0), (1, 1, []), "its scale is 0"),

@@ -56,7 +56,7 @@ def test_openvino_gives_other_answers_less_often_where_sums_are_exact(tmp_path: 
 
 
 def test_graphs_for_tensorrt_have_no_such_sums(tmp_path: Path) -> None:
-    with pytest.raises(PassError, match="exact_sums is for graphs for CPUs, and these integers are for tensorrt"):
+    with pytest.raises(PassError, match="exact_sums is for graphs for CPUs, but these integers are for tensorrt"):
         lowered(tmp_path, exact_sums=True, target="tensorrt")
 
 

@@ -252,7 +252,9 @@ def test_adaround_beats_the_nearest_on_images_it_has_not_seen(groups: int) -> No
 
 
 def test_steps_that_nothing_takes_are_refused() -> None:
-    with pytest.raises(UserError, match=r"rounding_steps is 60, of rounding: adaround; rounding is nearest"):
+    with pytest.raises(
+        UserError, match=r"rounding_steps is 60, but only rounding: adaround uses it; rounding is nearest"
+    ):
         Ptq(rounding_steps=60)
     assert Ptq(rounding_steps=60, rounding="adaround").rounding_steps == 60
 
@@ -282,7 +284,7 @@ def test_norms_have_the_statistics_of_the_training_images(tmp_path: Path) -> Non
     module, context = with_running_statistics(tiny(4)), noise_context()
     product = REESTIMATE.apply(parent_of(module, context, tmp_path / "parent"), Reestimate(), context, tmp_path)
     assert Reestimate().images > 64
-    assert product.notes == ("statistics of 4 batch norms measured anew on 64 training images",)
+    assert product.notes == ("statistics of 4 batch norms measured again on 64 training images",)
     state = load_file(tmp_path / "weights.safetensors")
     first, second = layer(module, "stem.1", nn.BatchNorm2d), layer(module, "depthwise.1", nn.BatchNorm2d)
     assert first.running_mean is not None

@@ -164,13 +164,15 @@ class Ended(nn.Module):
 
 def test_a_process_that_is_ended_ends_the_training_with_its_reason():
     context = dataclasses.replace(brightness(), processes=2)
-    with pytest.raises(PassError, match="process 1 of 2 that train was ended by SIGKILL"):
+    with pytest.raises(PassError, match="process 1 of the 2 training processes was ended by SIGKILL"):
         train(Ended(), context, TrainingConfig(epochs=1, batch_size=16))
 
 
 def test_more_processes_than_pairs_of_images_in_a_step_are_refused():
     context = dataclasses.replace(noise_context(), processes=9)
-    with pytest.raises(UserError, match=r"processes: 9 cannot share steps of 16 images \(batch_size\), two at least"):
+    with pytest.raises(
+        UserError, match=r"processes: 9 cannot share steps of 16 images \(batch_size\): each needs at least two"
+    ):
         train(nn.Linear(1, 1), context, TrainingConfig(batch_size=16))
 
 

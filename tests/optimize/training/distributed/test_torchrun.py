@@ -104,7 +104,7 @@ def test_a_mistake_under_torchrun_is_told_once(programs: Programs, tmp_path: Pat
     assert (ended.returncode, ended.stdout) == (1, ""), "torchrun's own exit code"
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, ended.stderr
-    assert errors[0].startswith("error: processes: 3 are asked for, and torchrun has started 2, ")
+    assert errors[0].startswith("error: processes: 3 requested, but torchrun has started 2; ")
     assert "exitcode  : 2 " in ended.stderr, "that of the first, in torchrun's words"
     assert not store.exists()
 
@@ -124,7 +124,7 @@ def test_as_many_train_as_torchrun_has_started(monkeypatch: pytest.MonkeyPatch, 
     assert not Launch(1, 2, 1, 2).several_hosts
     assert (processes(None), processes(6)) == (6, 6)
     for wrong in (1, 2):
-        with pytest.raises(UserError, match=rf"^processes: {wrong} are asked for, and torchrun has started 6, which"):
+        with pytest.raises(UserError, match=rf"^processes: {wrong} requested, but torchrun has started 6; "):
             processes(wrong)
 
 
@@ -237,13 +237,13 @@ def test_a_process_that_is_ended_ends_its_training_alone_which_goes_on_when_it_i
     said = Said()
     keeping = dataclasses.replace(context, unfinished=tmp_path / "unfinished", checkpoint_seconds=0.0, listener=said)
     other = two.other()
-    with pytest.raises(PassError, match=r"^process 1 of 2 that train was ended by SIGKILL$"):
+    with pytest.raises(PassError, match=r"^process 1 of the 2 training processes was ended by SIGKILL$"):
         trained(keeping, tmp_path / "marker")
     found = trained(keeping, tmp_path / "marker")
     two.over()
     ended = other.end()
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-    assert said.lines[0] == "training goes on in epoch 1, after 5 of its steps"
+    assert said.lines[0] == "training continues in epoch 1, after 5 of its steps"
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
@@ -272,10 +272,13 @@ def test_images_that_another_host_does_not_have_are_told_with_the_host(
     [
         (
             {0: Ended(1, "other", "reset"), 2: Ended(-9, host="node7")},
-            "2 of 4 that train on node7 was ended by SIGKILL",
+            "2 of the 4 training processes on node7 was ended by SIGKILL",
         ),
-        ({0: Ended(0), 1: Ended(1, "other", "OSError: no", "node3")}, "1 of 4 that train on node3 failed: OSError: no"),
-        ({3: Ended(3)}, "3 of 4 that train failed: no message"),
+        (
+            {0: Ended(0), 1: Ended(1, "other", "OSError: no", "node3")},
+            "1 of the 4 training processes on node3 failed: OSError: no",
+        ),
+        ({3: Ended(3)}, "3 of the 4 training processes failed: no message"),
     ],
 )
 def test_what_fails_on_another_host_is_told_with_the_host(ended: dict[int, Ended], told: str) -> None:
@@ -301,7 +304,7 @@ def test_another_ends_with_a_line_where_the_first_is_lost(two: Two) -> None:
     ended = other.end()
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.splitlines()[-1].startswith("process 1 on ")
-    assert ended.stderr.splitlines()[-1].endswith(" has lost the first, and ends")
+    assert ended.stderr.splitlines()[-1].endswith(" has lost process 0 and stops")
 
 
 def test_one_that_torchrun_started_anew_hears_what_the_one_before_it_did_not(two: Two) -> None:
@@ -309,7 +312,7 @@ def test_one_that_torchrun_started_anew_hears_what_the_one_before_it_did_not(two
     assert [gone.called, other.called] == [False, False]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mailbox, "_PATIENCE", 0.0)
-        with pytest.raises(PipelineError, match=r"^process 1 of the 2 that torchrun has started does not answer"):
+        with pytest.raises(PipelineError, match=r"^process 1 of the 2 that torchrun has started has not answered"):
             first.call({"training": "a"})
     assert [gone.called, other.called] == [False, True]
     assert other.next_call() == {"training": "a"}
@@ -324,7 +327,7 @@ def test_one_that_torchrun_started_anew_hears_what_the_one_before_it_did_not(two
 def test_a_program_that_has_joined_the_processes_itself_is_refused(two: Two, tmp_path: Path) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:
-        with pytest.raises(UserError, match=r"^torch\.distributed is initialized in this process already"):
+        with pytest.raises(UserError, match=r"^torch\.distributed is already initialized in this process"):
             only_first()
     finally:
         distributed.destroy_process_group()

@@ -69,7 +69,7 @@ def test_a_cache_without_a_home_folder_says_what_to_set(monkeypatch: pytest.Monk
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
-    with pytest.raises(UserError, match="no home folder: name a folder for caches in XDG_CACHE_HOME"):
+    with pytest.raises(UserError, match="no home folder: set XDG_CACHE_HOME to a folder for caches"):
         cache_folder("sources")
 
 
