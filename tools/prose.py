@@ -31,6 +31,7 @@ HELD = (
     "docs/get-started.md",
     "examples/README.md",
     "docs/guides/*.md",
+    *("docs/benchmarks/cifar.md", "docs/benchmarks/zoo.md"),
     *(f"docs/design/{name}.md" for name in ("lowbit", "profiling", "pruning", "search")),
     *(
         f"docs/explanations/{name}.md"
@@ -71,6 +72,7 @@ HELD_FOLDERS = (
         for folder in ("graph", "lowbit", "lowering", "placement", "recovery", "rewrites")
     ),
     *(f"optimize/quantization/lowering/{folder}" for folder in ("amx", "openvino", "tensorrt")),
+    *("optimize/cli", "serve/cli", "optimize/lint/rules"),
     *("optimize/certify", "optimize/lint", "optimize/precision", "optimize/pruning", "optimize/quantization"),
 )
 

@@ -156,10 +156,11 @@ def _verdict(table: Table, rows: Sequence[Row]) -> Iterator[str]:
     """What is not in the table, and why."""
     empty = [row.title for row in rows if not schedules(table, row)]
     if empty:
-        yield f"Not finished, and so empty: {'; '.join(empty)}."
-    for cell in table.cells:
-        if cell.judged is None:
-            yield f"- {_title(cell, rows)}, seed {cell.seed}, could not be made: {cell.reason}"
+        yield from ("These rows are empty, because they are not finished:", "", *(f"- {title}" for title in empty))
+    failed = [cell for cell in table.cells if cell.judged is None]
+    if failed:
+        said = (f"- {_title(cell, rows)}, seed {cell.seed}: `{cell.reason}`" for cell in failed)
+        yield from ("", "These cells could not be made:", "", *said)
 
 
 def _title(cell: Cell, rows: Sequence[Row]) -> str:
@@ -208,7 +209,7 @@ def _made(table: Table) -> Iterator[str]:
         gpu = cell.machine.get("gpu")
         versions = ", ".join(f"{name} {version}" for name, version in cell.versions.items())
         place = f"{cell.machine['cpu']}, {cell.machine['cores']} cores{', ' + gpu['name'] if gpu else ''}, {versions}"
-        said = f"`{cell.command}`, {cell.created:%Y-%m-%d}: {place}."
+        said = f"`{cell.command}` | {cell.created:%Y-%m-%d} | {place}"
         found.setdefault(said, []).append(f"`{cell.row}` {cell.seed}")
-    for said, cells in found.items():
-        yield f"- {', '.join(cells)}: {said}"
+    yield from ("| row and seed | command | made on | machine |", "|---|---|---|---|")
+    yield from (f"| {', '.join(cells)} | {said} |" for said, cells in found.items())

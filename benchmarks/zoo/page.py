@@ -38,14 +38,17 @@ def made_with() -> str:
 
 def _head(records: Sequence[ModelRecord], settings: Settings) -> Iterator[str]:
     days = sorted({record.made_on.isoformat() for record in records if record.made_on is not None})
-    when = f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}" if days else ""
-    where = "; ".join(sorted({record.made_with for record in records if record.made_with}))
+    when = f" on {days[0]}" if len(days) == 1 else f" from {days[0]} to {days[-1]}" if days else ""
     yield from (
         "# The zoo",
         "",
-        f"Made by `make zoo` {when}, with images of as many pixels a side as the second table tells (`--image-size`), "
-        f"{settings.calibration} to calibrate on, {settings.judging} to judge by: {where}. Each model's record, in "
-        "`benchmarks/records/zoo.json`, has its day; what stands there is not made again.",
+        f"Made by `make zoo`{when}. The second table has the size of the images (`--image-size`). "
+        f"{settings.calibration} images calibrate a model, and {settings.judging} judge it. Each model has a record "
+        "in `benchmarks/records/zoo.json`, with its day. `make zoo` makes only what the records lack.",
+        "",
+        "These machines made the records:",
+        "",
+        *(f"- {place}" for place in sorted({record.made_with for record in records if record.made_with})),
         "",
     )
 
@@ -56,9 +59,9 @@ def _counted(own: Sequence[ModelRecord], other: Sequence[ModelRecord], missing: 
     done = sum(len(record.stages) >= len(STAGES) - 1 for record in own)
     timed = sum(record.speed is not None for record in own)
     yield (
-        f"**{_passing(own)} of {every} torchvision classifiers pass every stage**"
-        + (f", and {_passing(other)} of {len(other)} of timm's families, of those tried." if other else ".")
-        + (f" {done} of {every} were taken through all of them, the rest not yet." if done < every else "")
+        f"**{_passing(own)} of {every} torchvision classifiers pass every stage.**"
+        + (f" So do {_passing(other)} of the {len(other)} families of timm that were tried." if other else "")
+        + (f" {done} of {every} went through all stages so far." if done < every else "")
         + (f" {timed or 'None'} of {every} {'was' if timed < 2 else 'were'} timed." if timed < every else "")
     )
     yield ""
@@ -74,13 +77,13 @@ def _drawn(records: Sequence[ModelRecord], settings: Settings) -> Iterator[str]:
         share = sorted(record.signal.image_share for record in drawn if record.signal)
         top1 = sorted(record.signal.top1 for record in drawn if record.signal)
         yield (
-            f"{len(drawn)} of {len(records)} have random weights, drawn so that their signal lives through the depth "
-            f"(`benchmarks/zoo/weights.py`), and a head fitted to the digits: of the power of what the head reads, "
-            f"{share[0]:.1%} to {share[-1]:.1%} (median {statistics.median(share):.0%}) differs between images, and "
-            f"the head is right on {top1[0]:.0%} to {top1[-1]:.0%} of images that it was not fitted on, where guessing "
-            f"is right on 10 %. Agreement and SQNR are those of such networks, and no trained network's. Where images "
-            f"stood out of rounding by less than {CLEAR_DB:.0f} dB, the network was trained for the epochs that the "
-            f"table names, on {settings.fitting} images." + _deep(drawn)
+            f"{len(drawn)} of {len(records)} models have random weights. They are drawn so that the signal lives "
+            f"through the depth (`benchmarks/zoo/weights.py`). The head is fitted to the digits. Of the power of "
+            f"the head's input, {share[0]:.1%} to {share[-1]:.1%} (median {statistics.median(share):.0%}) differs "
+            f"between images. The head is right on {top1[0]:.0%} to {top1[-1]:.0%} of the images that it was not "
+            f"fitted on. Guessing is right on 10 %. So agreement and SQNR are not those of trained networks. If images "
+            f"stood out of rounding by less than {CLEAR_DB:.0f} dB, the network was trained on {settings.fitting} "
+            f"images. The table names the epochs." + _deep(drawn)
         )
         yield ""
 
@@ -91,8 +94,8 @@ def _deep(drawn: Sequence[ModelRecord]) -> str:
     if not deep:
         return ""
     return (
-        f" Transformers with more than {DEEP} residual branches ({', '.join(deep)}) have small ones, and their sums "
-        "count as rounded."
+        f" Transformers with more than {DEEP} residual branches ({', '.join(deep)}) have small ones. Their sums count "
+        "as rounded."
     )
 
 
@@ -102,16 +105,21 @@ def _passing(records: Sequence[ModelRecord]) -> int:
 
 def _reading() -> Iterator[str]:
     yield from (
-        "Seconds are of processor time, of all threads. Images differ by a share of the power of what the head "
-        "reads, so far above what rounding each layer's weights and answers, and pooled maps, to 8 bits changes "
-        "there (weights or answers to 7 where it says so, as in the int8 of a CPU without VNNI: weights now, answers "
-        "before; with a star: not pooled maps; with two: answers alone; with a dagger: residual sums, too). Size is "
-        "that of the int8 graph, as a share of the float graph's. Agreement is that of top-1, SQNR that of the logits' "
-        "part that differs between images, in dB. *Of the integers*: against float. *Of engines*: the lowest of "
-        "torch's kernels, ONNX Runtime and OpenVINO against what the integers mean in exact arithmetic. The graph for "
-        "TensorRT is computed node by node by ONNX Runtime: TensorRT was not run. Speed is of one image, batch 1: the "
-        "fastest execution in "
-        "int8 and the fastest in float, with the 95 % interval of their ratio where they took turns.",
+        "How to read the tables:",
+        "",
+        "- **Seconds** are processor time, of all threads.",
+        "- **images differ by**: a share of the power of the head's input differs between images. Beside it is how far "
+        "that is above the rounding to 8 bits. Weights, answers of layers and pooled maps are rounded. A dagger means "
+        "residual sums, too. One star means no pooled maps, two stars only answers. Of 7-bit weights: as in int8 for "
+        "CPUs without VNNI. Of 7 bits: older records with answers of 7 bits.",
+        "- **size**: the int8 graph's, as a share of the float graph's.",
+        "- **of the integers**: agreement of top-1 with float, and the SQNR of the logits in dB. Only the part of the "
+        "logits that differs between images counts.",
+        "- **of engines**: the same for engines, against the integers in exact arithmetic. It is the lowest of torch's "
+        "kernels, ONNX Runtime and OpenVINO.",
+        "- **node by node**: ONNX Runtime computes the graph for TensorRT so. TensorRT did not run.",
+        "- **int8**, **float**: the fastest execution of one image, batch 1.",
+        "- **times as fast**: their ratio, with a 95 % interval if they took turns.",
         "",
     )
 
@@ -207,4 +215,4 @@ def _reasons(records: Sequence[ModelRecord]) -> Iterator[str]:
     ]
     if failed:
         yield from ("## What failed", "")
-        yield from (f"- {model}, {stage}: {reason}" for model, stage, reason in failed)
+        yield from (f"- {model}, {stage}: `{reason}`" for model, stage, reason in failed)

@@ -206,7 +206,7 @@ def test_rows_stand_in_their_order_and_what_is_not_finished_is_empty() -> None:
     empty = found["ternary weights, A8"]
     assert empty[2:7] == [""] * 5
     assert empty[7:10] == ["−0.60", "", "TTQ −0.64"]
-    assert "Not finished, and so empty: W8A8, calibrated;" in text
+    assert "These rows are empty, because they are not finished:\n\n- W8A8, calibrated\n" in text
 
 
 def test_seeds_are_averaged_and_another_schedule_is_a_line_of_its_own() -> None:
@@ -238,7 +238,7 @@ def test_a_row_that_aims_at_less_arithmetic_needs_that_too() -> None:
 def test_what_could_not_be_made_says_why_and_what_has_changed_stands_beside_its_cell() -> None:
     table = Table(cells=(cell("ternary", judged=None, reason="training diverged"), cell()))
     text = page(table, lambda each: ["the code has changed since"])
-    assert "- ternary weights, A8, seed 0, could not be made: training diverged" in text
+    assert "These cells could not be made:\n\n- ternary weights, A8, seed 0: `training diverged`" in text
     assert lines(text)["w4a4"][8] == "the code has changed since"
     assert "W4A4, LSQ, self-distilled, by another recipe than now" in lines(
         page(table, lambda each: ["the recipe has changed since"])
