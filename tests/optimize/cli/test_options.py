@@ -33,6 +33,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "--measure": ("cpu,cuda", "cpu,cuda"),
     "--image-size": ("64", 64),
     "--weights-key": ("ema", "ema"),
+    "--outputs": ("logits,map", "logits,map"),
     "--resize": ("40x32", (40, 32)),
     "--crop": ("32", (32, 32)),
     "--mean": ("0.5, 0.25,0.125", (0.5, 0.25, 0.125)),

@@ -23,6 +23,7 @@ INPUTS: dict[type[Key], dict[str, tuple[Any, Any]]] = {
         "weights": (("c" * 64, "model"), ("c" * 64, "model_ema")),
         "training": ({"epochs": 1}, {"epochs": 2}),
         "processes": (1, 2),
+        "outputs": ((), ("out",)),
         "teacher": (None, "a" * 64),
         "classes": (10, 11),
         "images": ("d" * 64, "e" * 64),
@@ -225,6 +226,7 @@ OTHER: dict[str, Any] = {
     "notes": ("remark",),
     "packed": {"handler.py": "2" * 64},
     "probabilities": "sigmoid",
+    "outputs": ("logits", "map"),
     "certificate": Certificate("3" * 64, 0.1, images=1, logits_of=1, data="4" * 64, agreements=()),
 }
 

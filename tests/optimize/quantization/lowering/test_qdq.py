@@ -540,12 +540,12 @@ def test_a_full_range_has_no_clamp(tmp_path):
 def test_a_lost_clamp_is_noticed(tmp_path, monkeypatch):
     from optimize.quantization.lowering import qdq
 
-    def losing(module, example, path, opset):
+    def losing(module, example, path, opset, **options):
         for node in list(module.graph.nodes):
             if node.target is torch.ops.aten.clamp.default:
                 node.replace_all_uses_with(node.args[0])
         module.recompile()
-        return export_onnx(module, example, path, opset)
+        return export_onnx(module, example, path, opset, **options)
 
     monkeypatch.setattr(qdq, "export_onnx", losing)
     with of_seven_bits(), pytest.raises(PassError, match="need a clamp, only 0 have one"):
@@ -559,12 +559,12 @@ def test_a_lost_clamp_before_a_relu6_is_noticed(tmp_path, monkeypatch):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.ReLU6(), nn.Flatten(), nn.Linear(196, 4)).eval()
 
-    def losing(program, example, path, opset):
+    def losing(program, example, path, opset, **options):
         for node in list(program.graph.nodes):
             if node.target is torch.ops.aten.clamp.default:
                 node.replace_all_uses_with(node.args[0])
         program.recompile()
-        return export_onnx(program, example, path, opset)
+        return export_onnx(program, example, path, opset, **options)
 
     with of_seven_bits():
         lowered(module, tmp_path / "whole", "x86")
