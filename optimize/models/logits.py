@@ -97,22 +97,22 @@ def with_outputs(module: nn.Module, shape: tuple[int, int, int], names: Sequence
     found = {_name(steps): (steps, tensor) for steps, tensor in _tensors(answer)}
     if missing := [name for name in names if name not in found]:
         raise UserError(f"outputs: the model returns no {missing[0]!r}; it returns {_listed(found) or 'no tensor'}")
-    if names == (LOGITS,) and isinstance(answer, torch.Tensor):
+    paths = [found[name][0] for name in names] if names else [_logits_in(answer, found)]
+    if paths == [()]:
         return module
-    if names:
-        paths = [found[name][0] for name in names]
-        one = paths[0] if len(paths) == 1 else None
-        return _replaced(module, lambda forward: _taken(forward, one) if one else _each_taken(forward, paths))
-    if isinstance(answer, torch.Tensor):
-        return module
-    called = [steps for steps, _ in found.values() if steps and steps[-1][1] == LOGITS]
-    alone = [steps for steps, _ in found.values()] if len(found) == 1 else called
-    if len(alone) != 1:
+    return _replaced(module, lambda forward: _taken(forward, paths))
+
+
+def _logits_in(answer: Any, found: Mapping[str, tuple[tuple[_Step, ...], torch.Tensor]]) -> tuple[_Step, ...]:
+    """Return the steps to the only tensor of an answer, or to the one called ``logits``."""
+    steps = [steps for steps, _ in found.values()]
+    called = [each for each in steps if each and each[-1][1] == LOGITS]
+    if len(steps) != 1 and len(called) != 1:
         raise UserError(
             f"the model gives a {type(answer).__name__} of {len(found)} tensors ({_listed(found) or 'none'}); it must "
             "return only its logits, or name them 'logits', or name its outputs with --outputs, logits first"
         )
-    return _replaced(module, lambda forward: _taken(forward, alone[0]))
+    return steps[0] if len(steps) == 1 else called[0]
 
 
 def _name(steps: tuple[_Step, ...]) -> str:
@@ -153,19 +153,13 @@ def _tensors(answer: Any, steps: tuple[_Step, ...] = ()) -> Iterator[tuple[tuple
         yield from _tensors(value, (*steps, step))
 
 
-def _taken(forward: Callable[..., Any], steps: tuple[_Step, ...]) -> Callable[..., Any]:
-    def forward_of_one(self: nn.Module, images: torch.Tensor) -> Any:
-        return _at(forward(self, images), steps)
-
-    return forward_of_one
-
-
-def _each_taken(forward: Callable[..., Any], paths: Sequence[tuple[_Step, ...]]) -> Callable[..., Any]:
-    def forward_of_several(self: nn.Module, images: torch.Tensor) -> Any:
+def _taken(forward: Callable[..., Any], paths: Sequence[tuple[_Step, ...]]) -> Callable[..., Any]:
+    def forward_of_outputs(self: nn.Module, images: torch.Tensor) -> Any:
         answer = forward(self, images)
-        return tuple(_at(answer, steps) for steps in paths)
+        outputs = tuple(_at(answer, steps) for steps in paths)
+        return outputs if len(outputs) > 1 else outputs[0]
 
-    return forward_of_several
+    return forward_of_outputs
 
 
 def _at(answer: Any, steps: tuple[_Step, ...]) -> Any:
