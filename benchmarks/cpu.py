@@ -162,17 +162,18 @@ def verdict(found: list[Line]) -> list[str]:
     ours = [line for line in found if line.ours]
     rivals = {"float execution": [line for line in found if not line.int8]}
     if peers := [line for line in found if line.artifact in PEERS]:
-        rivals["of the peers"] = peers
+        rivals["peer"] = peers
     best, widest = min(ours, key=lambda line: line.p50), max(ours, key=lambda line: line.throughput)
     single, batch = [], []
     for what, others in rivals.items():
         rival = min(others, key=lambda line: line.p50)
-        single.append(f"{rival.p50 / best.p50:.2f} times as fast as the fastest {what} ({rival.name})")
+        single.append(f"It is {rival.p50 / best.p50:.2f} times as fast as the fastest {what} ({rival.name}).")
         rival = max(others, key=lambda line: line.throughput)
-        batch.append(f"{widest.throughput / rival.throughput:.2f} times as fast as the fastest {what} ({rival.name})")
+        ratio = widest.throughput / rival.throughput
+        batch.append(f"It is {ratio:.2f} times as fast as the fastest {what} ({rival.name}).")
     return [
-        f"Batch 1: our fastest int8 is {best.name}, {' and '.join(single)}. "
-        f"Batch {BATCHES[-1]}: {widest.name}, {' and '.join(batch)}."
+        f"Batch 1: our fastest int8 is {best.name}. {' '.join(single)} "
+        f"Batch {BATCHES[-1]}: our fastest int8 is {widest.name}. {' '.join(batch)}"
     ]
 
 
@@ -207,11 +208,12 @@ def page(results: dict[str, list[Line]], options: argparse.Namespace, command: s
         f"Made by `{command}` on {datetime.date.today().isoformat()}: {machine}, nncf {metadata.version('nncf')}. "
         f"{load:.1f} processes were running when it began.",
         "",
-        f"Networks of torchvision with 10 classes at {options.image_size}x{options.image_size}, random weights with "
-        "the batch-norm statistics of real images, calibrated on the same 256 images. A call takes pixels (uint8) to "
-        f"logits: normalising is part of it. {options.rounds} rounds of {options.seconds:g} s for each execution and "
-        "batch size, in turns, each execution in a process of its own with its threads on all cores. p50 is the median "
-        "of the rounds' medians, throughput the median of the rounds'.",
+        f"The networks are torchvision's, with 10 classes at {options.image_size}x{options.image_size}. Their weights "
+        "are random, with the batch-norm statistics of real images. All are calibrated on the same 256 images. A call "
+        "takes pixels (uint8) to logits, so normalising is part of it. There are "
+        f"{options.rounds} rounds of {options.seconds:g} s for each execution and batch size, in turns. Each execution "
+        "has a process of its own, with its threads on all cores. The p50 is the median of the rounds' medians. The "
+        "throughput is the median of the rounds.",
         "",
         "![milliseconds of one image](cpu.svg)",
         "",

@@ -7,17 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 _METHOD = """\
-Images lie on the device, prepared, and logits stay there: what is timed is the network. Latencies (p50, p99) are of
-calls one by one, between CUDA events around each; images a second are of calls launched one after the other, to the
-end of the last. Inputs of four batches take turns. Answers are compared with those that the same weights give in
-float32 on the CPU: top-1 is the share of images with the same best class, SQNR the signal to noise of the logits; the
-worst of all batch sizes is shown. Networks of our engines have their batch norms folded, eager ones do not. Left
-out are the engine torchscript on CUDA, which opens what torch.export cannot write, and INT8 graphs by
-onnxruntime-tensorrt, which the pipeline's passes make."""
+The prepared images lie on the device, and the logits stay there. So only the network is timed. Latencies (p50, p99)
+are of calls one by one, between CUDA events around each. For images a second, calls are launched one after the other.
+The time runs to the end of the last. Inputs of four batches take turns.
+
+Answers are compared with those that the same weights give in float32 on the CPU. Top-1 is the share of images with the
+same best class. SQNR is the signal-to-noise ratio of the logits. Both are the worst of all batch sizes.
+
+Networks of our engines have their batch norms folded, eager ones do not. Two ways are left out: the engine torchscript
+on CUDA, and INT8 graphs by onnxruntime-tensorrt. The first opens what torch.export cannot write. The pipeline's passes
+make the second."""
 
 _RANDOM = """\
-Weights were not all at hand. A network with random ones tells images apart by little, and its classifier was centred
-on that little: rounding shows in its answers more than it would in a trained network's."""
+Some weights were not available. A network with random ones tells images apart by little, and its classifier was
+centred on that little. So rounding shows more in its answers than in those of a trained network."""
 
 
 def page(body: Mapping[str, Any], *, whole: bool) -> str:
@@ -28,20 +31,20 @@ def page(body: Mapping[str, Any], *, whole: bool) -> str:
         whole: whether everything that was asked for was measured.
     """
     facts, cells = body["facts"], body["cells"]
-    versions = ", ".join(f"{name} {value}" for name, value in facts.items() if name not in ("device", "processor"))
+    versions = ", ".join(f"`{name} {value}`" for name, value in facts.items() if name not in ("device", "processor"))
     made = ", ".join(f"`{command}`" for command in body["commands"])
     lines = [
         "# On a GPU",
         "",
-        f"Made by {made} on {datetime.datetime.now(datetime.UTC).date()}: {facts['device']}; "
-        f"processor {facts['processor']}; {versions}.",
+        f"Made by {made} on {datetime.datetime.now(datetime.UTC).date()}. Device: {facts['device']}. "
+        f"Processor: {facts['processor']}. Environment and settings: {versions}.",
         "",
         _METHOD,
     ]
     if facts["device"] == "the processor":
         lines += [
             "",
-            "**These figures are of a processor, all in float32: they try the script out, and say nothing of a GPU.**",
+            "**These figures are of a processor, all in float32. They try the script out, and say nothing of a GPU.**",
         ]
     if "random" in body["weights"].values():
         lines += ["", _RANDOM]
@@ -63,7 +66,7 @@ def _table(model: str, cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
     done = {key: cell for key, cell in found.items() if "failed" not in cell}
     batches = sorted({int(batch) for _, batch in done})
     lines = [
-        "Images a second, and below them p50 / p99 in milliseconds, by batch size.",
+        "Images a second by batch size. Below them: p50 / p99 in milliseconds.",
         "",
         f"| | {' | '.join(map(str, batches))} | top-1 | SQNR |",
         f"|---|{'---:|' * (len(batches) + 2)}",
@@ -86,12 +89,13 @@ def _jpeg_table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     done = {key: row for key, row in rows.items() if "failed" not in row}
     networks = ", ".join(dict.fromkeys(row["network"] for row in done.values()))
     lines = [
-        f"Requests of one image each, so many at once. The network is run as {networks}.",
-        "*In process* is the service that every server holds, from a request's bytes to those of its answer; over HTTP",
-        "the load generator asks from a process of its own on the same machine, whose cores it takes part of. Decoders",
-        "on the CPU have a thread for each core, at most 8 in a process. Top-1 is the share of images with the class",
-        "that the runtime's own decoder (cpu) leads to in process; pixels are compared with that decoder's, prepared",
-        "for the network, in levels of 255.",
+        f"Requests have one image each, so many at once. The network is run as {networks}.",
+        "*In process* is the service that every server holds, from a request's bytes to those of its answer. Over",
+        "HTTP, the load generator is a process of its own on the same machine. It takes part of the cores. Decoders on",
+        "the CPU have a thread for each core, at most 8 in a process.",
+        "",
+        "Top-1 is the share of images with the class that the runtime's own decoder (cpu) leads to in process. Pixels",
+        "are compared with that decoder's, prepared for the network, in levels of 255.",
         "",
         "| where, decoder | at once | images/s | p50 | p99 | top-1 | pixels differ by, mean | most |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",

@@ -155,9 +155,10 @@ def page(rows: list[tuple[str, str, str, bool]], facts: dict[str, Any], made: st
         "# Data of ImageNet's size",
         "",
         f"Made by `{made}` on {facts['began']}: {here('torch', 'numpy', isa=False)}. The folder has "
-        f"{first['train']:,} training and {first['val']:,} validation images in {CLASSES:,} classes, hard links to "
-        f"{facts['pictures']} JPEGs of 160x120 that the script draws, on a local disk whose directories the system "
-        f"still has in memory. The training images' fingerprint is of the kind `{first['kind']}`.",
+        f"{first['train']:,} training and {first['val']:,} validation images in {CLASSES:,} classes. They are hard "
+        f"links to {facts['pictures']} JPEGs of 160x120, which the script draws. The folder lies on a local disk. The "
+        "system still has its directories in memory. The training images' fingerprint is of the kind "
+        f"`{first['kind']}`.",
         "",
         "| | found | bound | |",
         "|---|---:|---:|---|",
@@ -166,10 +167,10 @@ def page(rows: list[tuple[str, str, str, bool]], facts: dict[str, Any], made: st
             for what, found, bound, kept in rows
         ),
         "",
-        f"Memory is what a process has resident beyond the {epochs['libraries']:.0f} MiB that importing the libraries "
-        "(torch with its CUDA build, torchvision) takes before anything is opened. A worker is forked from the main "
-        "process and shares its libraries and its arrays: what is its own, and what it has resident in all, libraries "
-        "included, stand side by side.",
+        "Memory is what a process has resident beyond its libraries. To import these (torch with its CUDA build, "
+        f"torchvision) takes {epochs['libraries']:.0f} MiB before anything is opened. A worker is forked from the main "
+        "process. It shares that process's libraries and arrays. The table shows a worker's own memory and its total, "
+        "libraries included.",
         "",
         "| epoch | images read | seconds | main process | a worker's own | a worker in all |",
         "|---|---:|---:|---:|---:|---:|",

@@ -107,8 +107,8 @@ def page(comparisons: Sequence[Comparison], words: Sequence[str], when: str) -> 
     ]
     if others:
         lines.append(
-            f"Other processes took {min(others):.1%} to {max(others):.1%} of the cores, "
-            f"{statistics.median(others):.1%} in half of the comparisons or less."
+            f"Other processes took {min(others):.1%} to {max(others):.1%} of the cores "
+            f"(median: {statistics.median(others):.1%})."
         )
     return "\n".join([*lines, ""])
 

@@ -50,10 +50,10 @@ def _facts(report: Report) -> Iterator[str]:
     versions = ", ".join(f"{name} {report.versions[name]}" for name in ("torch", "torchvision"))
     yield (
         f"Made by `python -m benchmarks.merging` on {report.created:%Y-%m-%d}: {report.model} on {report.data.name}, "
-        f"trained on {report.data.train:,} images for {baseline.config['epochs']} epochs; {report.machine.cpu}, "
-        f"{versions}. Activations by `observer: minmax` where nothing else is said. Top-1 on "
-        f"{measured.accuracy.images:,} images, differences paired, with 95 % intervals; SQNR of the logits to those of "
-        "what was quantized."
+        f"trained on {report.data.train:,} images for {baseline.config['epochs']} epochs. {report.machine.cpu}, "
+        f"{versions}. Activations by `observer: minmax`, unless the row says otherwise. Top-1 on "
+        f"{measured.accuracy.images:,} images. Differences are paired, with 95 % intervals. SQNR: of the logits, to "
+        "those of the float network that was quantized."
     )
 
 

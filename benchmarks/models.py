@@ -113,9 +113,9 @@ def _head(done: Sequence[Finished], command: str) -> Iterator[str]:
     )
     yield ""
     yield (
-        f"Each is trained here on {report.data.name} ({report.data.train:,} training images), with the default recipe "
-        f"unless the table says how, and judged on the same {report.data.val:,} images. Differences are paired, with "
-        "95 % intervals. The training is short: what counts is what each step does to its own baseline."
+        f"Each is trained here on {report.data.name} ({report.data.train:,} training images). The recipe is the "
+        f"default one, unless the table says otherwise. All are judged on the same {report.data.val:,} images. "
+        "Differences are paired, with 95 % intervals. The training is short: compare each step with its own baseline."
     )
 
 

@@ -77,8 +77,8 @@ def _facts(report: Report, origin: str) -> Iterator[str]:
     versions = ", ".join(f"{name} {report.versions[name]}" for name in ("torch", "torchvision"))
     yield (
         f"Made by `python -m benchmarks.recovery` on {report.created:%Y-%m-%d}: {report.model} on {report.data.name}, "
-        f"{report.data.train:,} training images, {origin}; {machine}, "
-        f"{versions}. Top-1 on {measured.accuracy.images:,} images; differences are paired, with 95 % intervals."
+        f"{report.data.train:,} training images, {origin}. {machine}, "
+        f"{versions}. Top-1 on {measured.accuracy.images:,} images. Differences are paired, with 95 % intervals."
     )
 
 

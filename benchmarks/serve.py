@@ -67,8 +67,8 @@ def tuning(artifact: Path, used: Mapping[str, Serving]) -> str:
     if not (artifact / TUNING_FILE).exists():
         return "`serve tune` was not run on it."
     if NOT_TUNED in used:
-        return "`serve tune` has chosen that; how it was served before has a row of its own."
-    return "`serve tune` has kept what was usual, so there is no row “not tuned”: it would be the same."
+        return "`serve tune` has chosen that. How it was served before has a row of its own."
+    return "`serve tune` has kept what was usual, so there is no row “not tuned”. It would be the same."
 
 
 def workloads(artifact: Path, serving: Serving, photos: Path | None, large: int) -> dict[str, Workload]:
@@ -199,13 +199,14 @@ def document(
         "",
         f"Made by `{made}` on {began}: {here('torch', 'onnxruntime-gpu', 'openvino')}.",
         "",
-        f"{options.artifact} of {options.run}, an image as JPEG in, its best 5 classes as JSON out, served as "
-        + "; ".join(f"{_way(way)}{f' ({name})' if name else ''}" for name, way in used.items())
-        + f". {tuned} All subjects were running all the time and were asked in turns, {options.rounds} round(s) of "
-        f"{options.seconds:g} s for each number of clients (closed loop); a figure is the median of the rounds', a "
-        "ratio the median of the ratios within a round, a p99 that of all rounds together. "
-        f"{_alone(options, alone)}The load generator ran on the same cores; CPU time is told for each answer, at the "
-        "most clients.",
+        f"The artifact is {options.artifact} of {options.run}. A request is an image as JPEG. The answer is its best 5 "
+        "classes as JSON. The artifact is served as "
+        + ". It is also served as ".join(f"{_way(way)}{f' ({name})' if name else ''}" for name, way in used.items())
+        + f". {tuned} All subjects ran all the time and got requests in turns. There were {options.rounds} round(s) of "
+        f"{options.seconds:g} s for each number of clients (closed loop). A figure is the median of the rounds. A "
+        "ratio is the median of the ratios within a round. A p99 is that of all rounds together. "
+        f"{_alone(options, alone)}The load generator ran on the same cores. CPU time is that of one answer, at the "
+        "largest number of clients.",
         "",
         *page.faults([*shots.values(), *alone.values()]),
         "",
@@ -222,15 +223,15 @@ def document(
         body += [f"## {title}", "", *page.speed_table(shots, subjects, workload, CLIENTS[workload]), ""]
         tables = [page.stage_table(shots, subjects, workload, count) for count in (1, CLIENTS[workload][-1])]
         if any(tables):
-            body += ["Where each millisecond goes, as the runtime tells it (means):", ""]
+            body += ["Where each millisecond goes, as the runtime reports it (means):", ""]
             body += [line for table in tables if table for line in (*table, "")]
         if workload == LARGE and agreed is not None:
             body += [
-                f"Decoder `reduced`, which decodes a JPEG of at least four times the needed size at a smaller scale: "
+                "Decoder `reduced` decodes a JPEG of at least four times the needed size at a smaller scale. With it "
                 f"{agreed.equal} of {agreed.images} answers ({agreed.equal / agreed.images:.1%}) have the top-1 class "
-                f"of whole decoding, and a class's probability differs by {agreed.difference:.3f} at most. These are "
-                "the pictures of this table, and the others enlarged to their size: smoother than what a camera "
-                "takes, which flatters it.",
+                f"of whole decoding. A class's probability differs by {agreed.difference:.3f} at most. These are the "
+                "pictures of this table, and the others enlarged to their size. They are smoother than what a camera "
+                "takes, which flatters the decoder.",
                 "",
             ]
     return body
@@ -246,8 +247,8 @@ def _alone(options: argparse.Namespace, alone: page.Shots) -> str:
     if not alone:
         return ""
     return (
-        f"A difference of p50 is the median of {options.turns} differences: for these one client asked one subject "
-        f"right after the other, {ALONE_S:g} s each. "
+        f"A difference of p50 is the median of {options.turns} differences. For these, one client sent requests to one "
+        f"subject right after the other, for {ALONE_S:g} s each. "
     )
 
 

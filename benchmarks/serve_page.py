@@ -150,7 +150,7 @@ def faults(shots: Iterable[Sequence[Shot]]) -> list[str]:
     answers = sum(len(shot.latency) for shot in each)
     said = [fault for shot in each for fault in shot.faults][:5]
     return [
-        f"{answers:,} answers were compared with the known ones; {bad} were wrong, refused or lost"
+        f"{answers:,} answers were compared with the known ones. Of these, {bad} were wrong, refused or lost"
         + (f": {'; '.join(said)}." if said else ".")
     ]
 

@@ -115,12 +115,12 @@ def verdicts(found: Soaked, queue: int) -> list[Verdict]:
     ]
     if found.kind == "torchserve":
         slowest = max((kill.recovery_s for kill in found.kills), default=math.inf)
-        again = f"{len(killed)} workers killed: answered again, under load, after at most {slowest:.1f} s"
+        again = f"{len(killed)} workers killed: answered again, under load, after at most {slowest:.1f} s."
         bad = {name: sum(one.get(name, 0) for one in killed) for name in ("wrong", "failed", "lost")}
         told_bad = ", ".join(f"{count} {name}" for name, count in bad.items())
         result.append(
             Verdict(
-                f"{again}; of the requests meanwhile {told_bad}" if killed else "no worker was killed",
+                f"{again} Requests meanwhile: {told_bad}." if killed else "no worker was killed",
                 slowest < 60 and not any(bad.values()),
             )
         )
@@ -129,9 +129,9 @@ def verdicts(found: Soaked, queue: int) -> list[Verdict]:
             share = found.share(over)
             result.append(
                 Verdict(
-                    f"at {factor:g} times capacity: goodput {_percent(share)} of capacity (at least {_GOODPUT:.0%}), "
-                    f"p99 of the accepted {over.latency.percentile(99):.0f} ms (at most {bound:.0f}), "
-                    f"{over.bad} wrong, failed or lost",
+                    f"at {factor:g} times capacity: goodput {_percent(share)} of capacity (at least {_GOODPUT:.0%}). "
+                    f"Accepted requests had a p99 of {over.latency.percentile(99):.0f} ms (at most {bound:.0f}). "
+                    f"{over.bad} requests were wrong, failed or lost.",
                     share >= _GOODPUT and over.latency.percentile(99) <= bound and not over.bad,
                 )
             )
@@ -150,22 +150,22 @@ def _shed_verdict(found: Soaked) -> Verdict:
     told = f"{found.mixed.counts.get('rejected', 0)} requests told to try again, below capacity"
     if (sheds := found.sheds) is None:
         slowest = min(entry.pace or 0.0 for entry in found.rejected)
-        told += f", while the machine did {slowest:.0f} images/s in process and not {found.usual_pace:.0f} as usual"
+        told += f". The machine did {slowest:.0f} images/s in process meanwhile, and usually {found.usual_pace:.0f}."
         return Verdict(told, None)
     return Verdict(told, not sheds)
 
 
 def _memory_verdict(found: Soaked) -> Verdict:
     samples = max((len(one) for one in found.memory.values()), default=0)
-    grew = f"memory grew by {found.growth:.2f} MB a minute over {samples} samples"
+    grew = f"memory grew by {found.growth:.2f} MB a minute over {samples} samples."
     if found.heap_told:
-        grew += f" (of Java what is alive in its heap, in {len(found.live_heap)} looks)"
-    rule = f"a leak: above {LEAK_MB_A_MINUTE:g}, and above 5 % in all"
+        grew += f" Of Java, only what is alive in its heap counts ({len(found.live_heap)} looks)."
+    grew += f" A leak is growth above {LEAK_MB_A_MINUTE:g} MB a minute and above 5 % in all."
     if (leaks := found.leaks) is None and found.only_java_grew:
-        return Verdict(f"{grew} ({rule}; only Java's, of which a JDK's jcmd would tell whether it is alive)", None)
+        return Verdict(f"{grew} Only Java's memory grew. A JDK's jcmd would tell whether that is alive.", None)
     if leaks is None:
-        return Verdict(f"{grew} ({rule}, which takes {found.telling_minutes:.0f} minutes at that rate)", None)
-    return Verdict(f"{grew} ({rule})", not leaks)
+        return Verdict(f"{grew} Growth of 5 % takes {found.telling_minutes:.0f} minutes at that rate.", None)
+    return Verdict(grew, not leaks)
 
 
 def _answered(found: Soaked, client: str) -> Verdict:
@@ -178,13 +178,13 @@ def _answered(found: Soaked, client: str) -> Verdict:
 
 
 def _memory(program: str, samples: list[tuple[float, float]]) -> str:
-    """What one of a server's programs held, in words."""
+    """A line of a list: what one of a server's programs held."""
     (_, first), *_, (_, last) = [samples[0], *samples]
-    words = f"{program} {first:.0f} MB at first and {last:.0f} in the end, {slope(samples):+.2f} a minute"
+    words = f"- {program}: {first:.0f} MB at first and {last:.0f} in the end, {slope(samples):+.2f} a minute."
     if program != "java":
         return words
     heap, buffers = (megabytes * MIB / 1e6 for megabytes in (Limits().heap_mb, Limits().direct_mb))
-    return f"{words} (its heap may take {heap:.0f} MB, its buffers {buffers:.0f})"
+    return f"{words} Its heap may take {heap:.0f} MB, its buffers {buffers:.0f}."
 
 
 def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
@@ -200,9 +200,10 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
         "",
     ]
     body += [
-        f"Mixed load at {SHARE:.0%} of its capacity of {found.mixed_capacity:.0f} requests/s, {mixed.seconds:.0f} s: "
+        f"The mixed load ran for {mixed.seconds:.0f} s, at {SHARE:.0%} of its capacity of {found.mixed_capacity:.0f} "
+        "requests/s. Its requests: "
         + ", ".join(f"{mixed.counts.get(name, 0):,} {name}" for name in VERDICTS)
-        + f"; p50 {mixed.latency.percentile(50):.1f} ms, p99 {mixed.latency.percentile(99):.0f} ms.",
+        + f". Their latency: p50 {mixed.latency.percentile(50):.1f} ms, p99 {mixed.latency.percentile(99):.0f} ms.",
         "",
     ]
     if mixed.faults or found.bad_client_faults:
@@ -210,18 +211,17 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
     if found.paces:
         low, high = min(found.paces), max(found.paces)
         body += [
-            f"This machine did {found.usual_pace:.0f} images/s in process, one after another (median of "
-            f"{len(found.paces)} looks between the chunks of that load, beside the clients that behave badly; "
-            f"{low:.0f} to {high:.0f}).",
+            f"This machine did {found.usual_pace:.0f} images/s in process, one after another. This is the median of "
+            f"{len(found.paces)} looks, from {low:.0f} to {high:.0f}. They were taken between the chunks of that load, "
+            "beside the clients that behave badly.",
             "",
         ]
     if found.rejected:
         body += [*(f"- {rejected.line}" for rejected in found.rejected), ""]
     if len(found.memory) > 1:
-        words = "; ".join(_memory(program, samples) for program, samples in sorted(found.memory.items()))
-        if found.heap_told:
-            words += f"; {_memory('alive in the heap', found.live_heap)}"
-        body += [f"Memory while it was watched: {words}.", ""]
+        body += ["Memory while it was watched:", ""]
+        body += [_memory(program, samples) for program, samples in sorted(found.memory.items())]
+        body += [*([_memory("alive in the heap", found.live_heap)] if found.heap_told else []), ""]
     body += ["| clients that behave badly | outcomes |", "|---|---|"]
     kinds = sorted({kind for kind, _ in found.bad_clients})
     for kind in kinds:
@@ -239,8 +239,8 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
             body.append(f"| {number} | {kill.recovery_s:.1f} s | {shown} |")
         body.append("")
     body += [
-        f"Overload, photographs, capacity {found.capacity:.0f} requests/s, measured in turns. What the generator takes "
-        "of the cores, the server has not.",
+        f"Overload with photographs, measured in turns. The capacity is {found.capacity:.0f} requests/s. The server "
+        "lacks the cores that the generator takes.",
         "",
         "| arrivals | answered a second | of capacity | p50 | p99 | told to try again | p99 of it | bad | generator |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -263,17 +263,25 @@ def head(options: argparse.Namespace, began: str, photos: Workload, mixed: Workl
         "# Reliability",
         "",
         f"Made by `{command('benchmarks.soak', sys.argv[1:])}` on {began}: "
-        f"{here('torch', 'openvino', isa=False)}; {options.artifact} of {options.run}, "
-        f"{options.minutes:g} minutes a server, at most {options.queue} requests waiting.",
+        f"{here('torch', 'openvino', isa=False)}. This command serves {options.artifact} of {options.run} "
+        f"for {options.minutes:g} minutes a server. At most {options.queue} requests wait.",
         "",
-        f"Every answer is compared with what the runtime answers in process to the same bytes. {len(photos.items)} "
-        "photographs whose answers differ from each other by more than twice the tolerance, so that a swapped answer "
-        f"is seen (in the mixed load {alike} pairs of images answer alike: there a swap would not be); "
-        f"requests of several instances, one of them bad; an image of 12 megapixels; {_DAMAGED} damaged images; beside "
-        "them clients that are slow, half-closed, cut off, gone, oversized, idle, or speak no HTTP. Poisson arrivals; "
-        "a latency counts from when its request was due, and a rate is of the answers that came in a time: of the "
-        "requests that were due in it, some wait in the queue. Our own server is one process, which a supervisor "
-        "restarts: its death is not part of this; TorchServe's workers are killed (SIGKILL) under load.",
+        "Every answer is compared with what the runtime answers in process to the same bytes. The requests:",
+        "",
+        f"- {len(photos.items)} photographs. Their answers differ from each other by more than twice the tolerance, "
+        f"so a swapped answer is seen. In the mixed load {alike} pairs of images answer alike, so there a swap is "
+        "not seen.",
+        "- Several instances, one of them bad.",
+        "- An image of 12 megapixels.",
+        f"- {_DAMAGED} damaged images.",
+        "",
+        "Other clients are slow, half-closed, cut off, gone, oversized, idle, or speak no HTTP.",
+        "",
+        "Arrivals are Poisson. A latency counts from when its request was due. A rate counts the answers that came in "
+        "a period. Some of the requests that were due in it still wait in the queue.",
+        "",
+        "Our own server is one process, which a supervisor restarts. Its death is not part of this. TorchServe's "
+        "workers are killed (SIGKILL) under load.",
         "",
     ]
 

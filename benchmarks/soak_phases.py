@@ -87,11 +87,11 @@ class Rejected:
     @property
     def line(self) -> str:
         """It, as the page says it."""
-        pace = "" if self.pace is None else f"; right after it the machine did {self.pace:.0f} images/s in process"
+        pace = "" if self.pace is None else f" Right after it the machine did {self.pace:.0f} images/s in process."
         after = "" if self.after_kill_s is None else f", {self.after_kill_s:.0f} s after a worker was killed"
         return (
             f"{self.count} told to try again in the {_CHUNK_S:.0f} s from second {self.at_s:.0f} of {self.phase}{after}"
-            f"; the generator was late by {self.late_ms:.0f} ms at most{pace}"
+            f". The generator was late by {self.late_ms:.0f} ms at most.{pace}"
         )
 
 

@@ -31,23 +31,9 @@ HELD = (
     "docs/get-started.md",
     "examples/README.md",
     "docs/guides/*.md",
-    *("docs/benchmarks/cifar.md", "docs/benchmarks/zoo.md"),
-    *(f"docs/design/{name}.md" for name in ("lowbit", "profiling", "pruning", "search")),
-    *(
-        f"docs/explanations/{name}.md"
-        for name in (
-            "int8",
-            "limits",
-            "measuring",
-            "observability",
-            "own-server",
-            "recommendation",
-            "security",
-            "store",
-            "torchserve",
-            "training",
-        )
-    ),
+    "docs/benchmarks/*.md",
+    *(f"docs/design/{name}.md" for name in ("lowbit", "merging", "profiling", "pruning", "search")),
+    "docs/explanations/*.md",
 )
 GUIDES = ("docs/get-started.md", "docs/guides/*.md")
 

@@ -48,8 +48,8 @@ def facts(record: SubjectRecord) -> Iterator[str]:
     )
     if record.timed is not None:
         timed = record.timed
-        running = "" if timed.running is None else f"; {timed.running:.1f} processes were running when it began"
-        yield f"Timed on {timed.taken:%Y-%m-%d}, {timed.rounds} rounds of {timed.seconds:g} s in turns{running}."
+        running = "" if timed.running is None else f" When it began, {timed.running:.1f} processes were running."
+        yield f"Timed on {timed.taken:%Y-%m-%d}, {timed.rounds} rounds of {timed.seconds:g} s in turns.{running}"
     else:
         yield "Nothing was timed yet."
 
@@ -105,25 +105,19 @@ def verdict(record: SubjectRecord) -> Iterator[str]:
     below = [name for name, found in differences.items() if found.high < 0]
     above = [name for name, found in differences.items() if found.low > 0]
     level = [name for name in differences if name not in (*below, *above)]
-    said = [f"Top-1 against {peer.name}, which has the peers' highest, on the same images: "]
-    said.append(
-        "; ".join(
-            f"{what}: {', '.join(names)}"
-            for what, names in (
-                ("higher beyond the interval", above),
-                ("the interval holds 0", level),
-                ("lower beyond the interval", below),
-            )
-            if names
-        )
-    )
-    yield f"{''.join(said)}."
+    said = [f"Of the peers, {peer.name} has the highest top-1. Each of ours is compared with it on the same images."]
+    said += [
+        f"The interval {what} 0 for {', '.join(names)}."
+        for what, names in (("lies above", above), ("holds", level), ("lies below", below))
+        if names
+    ]
+    yield " ".join(said)
     for engine in engines_of(record):
         if (found := against_fastest(record, engine)) is not None:
             rival, own, ratio = found
             yield (
-                f"{TITLES[engine]}: {own.name}, which `ptq` makes unasked, is {ratio.median:.2f} times as fast "
-                f"[{ratio.low:.2f}, {ratio.high:.2f}] as {rival.name}, the fastest of the peers."
+                f"In {TITLES[engine]} the default of `ptq` is {own.name}. It is {ratio.median:.2f} times as fast "
+                f"[{ratio.low:.2f}, {ratio.high:.2f}] as {rival.name}, the fastest peer."
             )
 
 

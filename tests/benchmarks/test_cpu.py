@@ -81,18 +81,18 @@ def test_every_execution_that_was_measured_is_a_line_the_fastest_first(found: li
 def test_the_verdict_holds_our_best_against_the_best_of_each_kind_at_each_batch(bench: Any, found: list[Any]) -> None:
     assert bench.verdict(found) == [
         # 8 / 2 and 3 / 2 milliseconds
-        "Batch 1: our fastest int8 is onnx-int8@openvino, 4.00 times as fast as the fastest float execution "
-        "(onnx@openvino) and 1.50 times as fast as the fastest of the peers (nncf@openvino). "
+        "Batch 1: our fastest int8 is onnx-int8@openvino. It is 4.00 times as fast as the fastest float execution "
+        "(onnx@openvino). It is 1.50 times as fast as the fastest peer (nncf@openvino). "
         # 500 / 120 and 500 / 450 images a second
-        "Batch 16: onnx-int8@onnxruntime, 4.17 times as fast as the fastest float execution (onnx@openvino) and 1.11 "
-        "times as fast as the fastest of the peers (ort-static@onnxruntime)."
+        "Batch 16: our fastest int8 is onnx-int8@onnxruntime. It is 4.17 times as fast as the fastest float execution "
+        "(onnx@openvino). It is 1.11 times as fast as the fastest peer (ort-static@onnxruntime)."
     ]
 
 
 def test_without_peers_the_verdict_is_about_floats_alone(bench: Any, found: list[Any]) -> None:
     (sentence,) = bench.verdict([line for line in found if line.artifact not in bench.PEERS])
     assert "4.00 times as fast as the fastest float execution (onnx@openvino). Batch 16" in sentence
-    assert "peers" not in sentence
+    assert "peer" not in sentence
 
 
 def test_the_table_holds_every_line_against_nncf(bench: Any, found: list[Any]) -> None:

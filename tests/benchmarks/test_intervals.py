@@ -28,7 +28,7 @@ def test_the_page_has_the_figures_and_the_command() -> None:
     assert "| other | 3 | 1.000 … 1.000 | 1.000 | 4.000 | 3 of 3 |" in text
     assert "once" not in text
     assert "3 of 6 intervals hold the ratio of the others, 50.0%." in text
-    assert "Other processes took 0.0% to 2.0% of the cores, 1.0% in half of the comparisons or less." in text
+    assert "Other processes took 0.0% to 2.0% of the cores (median: 1.0%)." in text
 
 
 def test_two_comparisons_are_the_least(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,8 +112,8 @@ def test_ours_is_compared_image_by_image_with_the_most_accurate_peer_and_with_fl
 def test_the_verdict_names_who_is_below_the_best_peer_beyond_the_interval(quant: Any, made: Any) -> None:
     (said,) = parts("page").verdict(made)
     assert said == (
-        "Top-1 against nncf, which has the peers' highest, on the same images: the interval holds 0: minmax, mse; "
-        "lower beyond the interval: entropy."
+        "Of the peers, nncf has the highest top-1. Each of ours is compared with it on the same images. "
+        "The interval holds 0 for minmax, mse. The interval lies below 0 for entropy."
     )
     assert list(parts("page").verdict(subject([row("mse", "11")]))) == ["There is nothing to compare."]
 
@@ -132,8 +132,8 @@ def test_times_are_medians_of_rounds_and_the_default_is_held_against_the_fastest
     assert "| **minmax** | 100.00 |  |" in "\n".join(page.table(timed))
     assert next(line for line in page.table(timed) if "minmax" in line).endswith("| 2.50 | 3.2 | 2.000 |  |")
     assert [line for line in page.verdict(timed) if "times as fast" in line] == [
-        "ONNX Runtime: histogram, which `ptq` makes unasked, is 1.33 times as fast [1.33, 1.33] as ort-static, the "
-        "fastest of the peers."
+        "In ONNX Runtime the default of `ptq` is histogram. It is 1.33 times as fast [1.33, 1.33] as ort-static, the "
+        "fastest peer."
     ], "no other engine ran both"
 
 

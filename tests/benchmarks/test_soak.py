@@ -115,7 +115,7 @@ def test_growth_that_was_watched_for_too_short_a_time_is_not_said_to_pass() -> N
     assert found.leaks is None
     (told,) = [verdict.line for verdict in verdicts(found, queue=100) if verdict.holds is None]
     assert told.startswith("- **not judged**: memory grew by 9.00 MB a minute over 12 samples")
-    assert "which takes 3 minutes at that rate" in told
+    assert told.endswith("Growth of 5 % takes 3 minutes at that rate.")
 
 
 def filling(megabytes_a_minute: float, minutes: int = 10) -> list[tuple[float, float]]:
@@ -129,18 +129,19 @@ def test_of_java_what_stays_alive_in_its_heap_is_judged_and_not_a_heap_that_fill
     assert found.growth == pytest.approx(0)
     assert failing(found) == []
     page = section(found, verdicts(found, queue=100), Serving((Execution("openvino"),)))
-    (line,) = [line for line in page if line.startswith("Memory while it was watched")]
-    assert "java 400 MB at first and 479 in the end, +8.00 a minute (its heap may take" in line
-    assert line.endswith("alive in the heap 50 MB at first and 50 in the end, +0.00 a minute.")
+    listed = page[page.index("Memory while it was watched:") + 2 :]
+    assert listed[0].startswith("- java: 400 MB at first and 479 in the end, +8.00 a minute. Its heap may take ")
+    assert listed[1].startswith("- python: ")
+    assert listed[2:4] == ["- alive in the heap: 50 MB at first and 50 in the end, +0.00 a minute.", ""]
     found.live_heap = filling(8)[::3]
-    assert "memory grew by 8.00 MB a minute over 60 samples (of Java what is alive" in failing(found)[0]
+    assert "memory grew by 8.00 MB a minute over 60 samples. Of Java, only what is alive" in failing(found)[0]
 
 
 def test_a_java_whose_heap_nobody_looked_into_is_not_judged_by_it_but_a_leaking_worker_is() -> None:
     found = sound()
     found.memory["java"] = filling(8)
     (told,) = [verdict for verdict in verdicts(found, queue=100) if verdict.holds is None]
-    assert "only Java's, of which a JDK's jcmd would tell" in told.words
+    assert "Only Java's memory grew. A JDK's jcmd would tell" in told.words
     found.memory["python"] = filling(12)
     assert found.leaks is True
 
@@ -191,7 +192,7 @@ def test_a_request_that_a_killed_worker_left_without_an_answer_fails() -> None:
     found = sound()
     found.kind = "torchserve"
     found.kills = [Kill(5.0, {"answered": 9, "rejected": 2, "lost": 1})]
-    assert "of the requests meanwhile 0 wrong, 0 failed, 1 lost" in failing(found)[0]
+    assert "Requests meanwhile: 0 wrong, 0 failed, 1 lost." in failing(found)[0]
 
 
 def test_a_campaign_in_which_no_worker_of_torchserve_was_killed_shows_nothing_of_it() -> None:
@@ -208,8 +209,8 @@ def test_requests_that_were_told_to_try_again_are_told_with_the_time() -> None:
     page = section(found, verdicts(found, queue=100), Serving((Execution("openvino"),)))
     kill = "44 told to try again in the 10 s from second 213 of faults and kills, 31 s after a worker was killed"
     assert [line for line in page if "try again in the" in line] == [
-        f"- {kill}; the generator was late by 850 ms at most",
-        "- 3 told to try again in the 10 s from second 5 of memory watched; the generator was late by 0 ms at most",
+        f"- {kill}. The generator was late by 850 ms at most.",
+        "- 3 told to try again in the 10 s from second 5 of memory watched. The generator was late by 0 ms at most.",
     ]
 
 
@@ -234,7 +235,7 @@ def test_requests_told_to_try_again_count_where_the_machine_was_as_fast_as_usual
     assert found.sheds is sheds
     (verdict,) = [verdict for verdict in verdicts(found, queue=100) if "told to try again" in verdict.words]
     assert verdict.holds is (None if sheds is None else not sheds)
-    assert ("while the machine did 40 images/s in process and not 69 as usual" in verdict.words) is (sheds is None)
+    assert ("The machine did 40 images/s in process meanwhile, and usually 69." in verdict.words) is (sheds is None)
 
 
 def test_the_machines_pace_is_told_with_the_load_and_with_what_was_told_to_try_again() -> None:
@@ -243,10 +244,10 @@ def test_the_machines_pace_is_told_with_the_load_and_with_what_was_told_to_try_a
     found.rejected = [Rejected("memory watched", 5.0, 3, None, pace=40.0)]
     page = section(found, verdicts(found, queue=100), Serving((Execution("openvino"),)))
     (line,) = [line for line in page if "try again in the" in line]
-    assert line.endswith("late by 0 ms at most; right after it the machine did 40 images/s in process")
+    assert line.endswith("late by 0 ms at most. Right after it the machine did 40 images/s in process.")
     (line,) = [line for line in page if line.startswith("This machine did")]
     assert line.startswith("This machine did 70 images/s in process")
-    assert line.endswith("40 to 71).")
+    assert "This is the median of 3 looks, from 40 to 71." in line
 
 
 def test_a_campaign_takes_the_minutes_it_is_given() -> None:
