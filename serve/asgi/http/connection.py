@@ -66,8 +66,8 @@ class GuardedConnection(LimitedConnection):
         if self._in_body:
             if self._refused_early:
                 self._linger()
-            elif len(self.cycle.body) > HIGH_WATER_LIMIT:
-                self.flow.pause_reading()
+            elif len(self.cycle.body) > HIGH_WATER_LIMIT and not self.cycle.response_complete:
+                self.flow.pause_reading()  # a body that nobody reads any more must still be drained
 
     def _drop_body(self, data: memoryview) -> memoryview:
         """Start to skip the body of a refused request, if its length is known. Return the data behind the body."""

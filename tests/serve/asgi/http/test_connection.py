@@ -114,6 +114,28 @@ def test_who_sends_all_before_it_reads_that_the_queue_is_full_reads_it() -> None
     assert asyncio.run(ask()).startswith(b"HTTP/1.1 503 ")
 
 
+def test_who_sends_all_before_it_reads_that_there_is_no_such_path_can_send_it_all() -> None:
+    part = bytes(500_000)
+
+    async def ask() -> tuple[bytes, bytes]:
+        async with listening(settings(), stuck_model(Stuck())) as (connect, _):
+            reader, writer = await connect()
+            writer.write(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (40 * len(part)))
+            for _ in range(40):
+                writer.write(part)
+                await asyncio.wait_for(writer.drain(), 3)  # less than the connection would linger
+                await asyncio.sleep(0.005)
+            refused = await asyncio.wait_for(reader.readuntil(b"}"), 3)
+            writer.write(PING)
+            after = await asyncio.wait_for(reader.readuntil(b"}"), 3)
+            writer.close()
+        return refused, after
+
+    refused, after = asyncio.run(ask())
+    assert refused.startswith(b"HTTP/1.1 404 ")
+    assert after.startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_connection_is_not_kept_for_ever_after_an_answer_that_came_before_the_body() -> None:
     async def ask(connect: Connect, path: bytes) -> bytes:
         reader, writer = await connect()
