@@ -24,15 +24,12 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from typer.testing import CliRunner
 
 from serve.asgi.http.listen_sockets import Listening
 from serve.asgi.http.server_settings import Settings
-from serve.asgi.process import library_output, process_group, server_process
+from serve.asgi.process import process_group
 from serve.asgi.process.group_member import Change, Changed
-from serve.cli import app
 from serve.common.options import ServingOptions
-from serve.runtime.service import logs
 from serve.torchserve.archive_builder import build_archive
 from tests.serve import artifacts
 from tests.serve.certificates import certify
@@ -289,59 +286,34 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-WORKERS = [
-    (("two.mar",), 2),
-    (("v1.mar", "two.mar"), 2),
-    (("two.mar", "--processes", "1"), 1),
-    (("most.mar",), len(os.sched_getaffinity(0))),
-    (("two.mar", "--connections", "1"), 1),
-    (("two.mar", "--held-limit-mb", "100"), 1),
-]
-
-
-def words_of(words: tuple[str, ...], archives: Path, many: Path) -> list[str]:
-    """Words of a command with the paths of its archives."""
-    return [str((archives if word == "v1.mar" else many) / word) if word.endswith(".mar") else word for word in words]
-
-
-def assert_fewer_are_told(words: tuple[str, ...], lines: list[str]) -> None:
-    cores = len(os.sched_getaffinity(0))
-    asks = "its serving.json asks for"
-    capped = {
-        "most.mar": f"most: {asks} 4096 workers, but this machine has {cores} cores: starting {cores}\n",
-        "--connections": f"two: {asks} 2 workers, but --connections are 1: starting 1\n",
-        "--held-limit-mb": f"two: {asks} 2 workers, but --held-limit-mb is 100: starting 1\n",
-    }
-    assert [line for line in lines if "workers" in line] == [line for word, line in capped.items() if word in words]
-
-
-@pytest.mark.parametrize(("words", "count"), WORKERS)
-def test_as_many_are_to_serve_as_an_archive_asks_for_workers(
-    words: tuple[str, ...], count: int, archives: Path, many: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        (("two.mar",), 2),
+        (("v1.mar", "two.mar"), 2),
+        (("two.mar", "--processes", "1"), 1),
+        (("most.mar",), len(os.sched_getaffinity(0))),
+        (("two.mar", "--connections", "1"), 1),
+        (("two.mar", "--held-limit-mb", "100"), 1),
+    ],
+)
+def test_as_many_serve_as_an_archive_asks_for_workers(
+    words: tuple[str, ...], count: int, archives: Path, many: Path
 ) -> None:
-    begun: list[int] = []
-
-    def begin(count: int, *_: object) -> int:
-        begun.append(count)
-        return 0
-
-    monkeypatch.setattr(process_group, "run_group", begin)
-    monkeypatch.setattr(server_process, "run", lambda *_: begin(1))
-    monkeypatch.setattr(library_output, "divert", lambda: None)  # of this process, for good
-    monkeypatch.setattr(logs, "log_to_stderr", lambda: None)
-    options = ("--store", str(archives), "--no-token")
-    ended = CliRunner().invoke(app, ["run", *words_of(words, archives, many), *options], catch_exceptions=False)
-    assert (ended.exit_code, begun) == (0, [count])
-    assert_fewer_are_told(words, ended.stdout.splitlines(keepends=True))
-
-
-@pytest.mark.parametrize(("words", "count"), [WORKERS[1], WORKERS[-2]])
-def test_as_many_serve_as_were_to_serve(words: tuple[str, ...], count: int, archives: Path, many: Path) -> None:
-    with running(archives, *words_of(words, archives, many), "--no-token") as started:
+    places = [str((archives if word == "v1.mar" else many) / word) if word.endswith(".mar") else word for word in words]
+    with running(archives, *places, "--no-token") as started:
         serving = psutil.Process(started.process.pid).children(recursive=True)
         serving = [process for process in serving if "spawn_main" in " ".join(process.cmdline())]
         assert len(serving) == (count if count > 1 else 0)
-        assert_fewer_are_told(words, started.lines)
+        told = [line for line in started.lines if "workers" in line]
+        cores = len(os.sched_getaffinity(0))
+        asks = "its serving.json asks for"
+        capped = {
+            "most.mar": f"most: {asks} 4096 workers, but this machine has {cores} cores: starting {cores}\n",
+            "--connections": f"two: {asks} 2 workers, but --connections are 1: starting 1\n",
+            "--held-limit-mb": f"two: {asks} 2 workers, but --held-limit-mb is 100: starting 1\n",
+        }
+        assert told == [line for word, line in capped.items() if word in words]
 
 
 def test_at_a_socket_one_process_serves_whatever_an_archive_asks_for(many: Path) -> None:
