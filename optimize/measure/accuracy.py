@@ -15,7 +15,7 @@ from optimize.errors import PassError
 from optimize.measure.figures import Accuracy, Difference, OutputParity, Parity
 from optimize.measure.latency import Call
 from optimize.measure.statistics import paired_difference, sqnr_db
-from optimize.tracing.equivalence import spoken
+from optimize.tracing.equivalence import output_values
 from serve.runtime.card.card import LOGITS
 from serve.runtime.outputs import Outputs, joined
 
@@ -76,7 +76,7 @@ def answer(score: Call, context: Context, max_batch: int) -> Answers:
     for done, (rows, images, labels) in enumerate(batches.numbered(), start=1):
         found = score(images)
         if broken := [number for number, output in enumerate(found) if not output.isfinite().all()]:
-            raise PassError(f"its {spoken(broken[0])} are NaN or infinite on validation images")
+            raise PassError(f"its {output_values(broken[0])} are NaN or infinite on validation images")
         # int8 often gives equal logits. The server sorts them by index, so this sort must be stable. topk is not.
         best = found[0].sort(dim=1, descending=True, stable=True).indices[:, :5]
         right = best == labels[:, None]

@@ -18,9 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from serve.runtime.card.card import LOGITS
 from serve.runtime.errors import UserError, one_line
+from serve.runtime.outputs import first_output
 
 #: What a network returns: logits, or the result of a softmax, a log-softmax or a sigmoid.
 Ending = Literal["logits", "softmax", "log-softmax", "sigmoid"]
@@ -212,7 +214,7 @@ def ending_of(module: nn.Module, images: torch.Tensor) -> Ending:
     """
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            answers = _first(module(images))
+            answers = first_output(module(images))
     except Exception:  # noqa: BLE001 - the caller reports the fault
         return "logits"
     if not isinstance(answers, torch.Tensor) or answers.ndim != 2 or not answers.isfinite().all():
@@ -253,7 +255,7 @@ def _stays_within(module: nn.Module, images: torch.Tensor, answers: torch.Tensor
         with torch.no_grad():
             for parameter in other.get_submodule(last[-1]).parameters(recurse=False):
                 parameter.mul_(factor)
-            found = _first(other(images))
+            found = first_output(other(images))
         if not _within(found) or torch.equal(found, answers):
             return False
     return True
@@ -287,26 +289,18 @@ def _log_odds(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 class _ActivationRecorder(TorchFunctionMode):
-    """Records the inputs and the outputs of an activation's calls."""
+    """Records the input of each call of an activation, for as long as its output lives."""
 
     def __init__(self, functions: frozenset[Any]) -> None:
         super().__init__()
         self.functions = functions
-        self.calls: list[tuple[Any, Any]] = []
-
-    def given(self, answer: Any) -> Any:
-        """Return the input of the call that returned ``answer``. None: no call did."""
-        return next((given for given, returned in self.calls if returned is answer), None)
+        self.inputs = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
         if func in self.functions:
-            self.calls.append((args[0] if args else (kwargs or {}).get("input"), answer))
+            self.inputs[answer] = args[0] if args else (kwargs or {}).get("input")
         return answer
-
-
-def _first(answer: Any) -> Any:
-    return answer[0] if isinstance(answer, tuple) else answer
 
 
 def _before(
@@ -317,22 +311,22 @@ def _before(
     def forward_of_logits(self: nn.Module, images: Any) -> Any:
         if isinstance(images, fx.Proxy):
             whole = forward(self, images)
-            given = _given_in_graph(_first(whole), functions)
+            given = _given_in_graph(first_output(whole), functions)
         else:
             with _ActivationRecorder(functions) as recorded:
                 whole = forward(self, images)
-            given = recorded.given(_first(whole))
-        logits = otherwise(_first(whole)) if given is None else given
+            given = recorded.inputs.get(first_output(whole))
+        logits = otherwise(first_output(whole)) if given is None else given
         return (logits, *whole[1:]) if isinstance(whole, tuple) else logits
 
     return forward_of_logits
 
 
-def _given_in_graph(answer: fx.Proxy, functions: frozenset[Any]) -> Any:
+def _given_in_graph(answer: Any, functions: frozenset[Any]) -> Any:
     """Return the input of the activation that produced a traced answer. None if another node did."""
     node = answer.node
     if node.op == "call_module":
-        root: Any = answer.tracer.root  # type: ignore[attr-defined]
+        root: Any = answer.tracer.root
         what: Any = type(root.get_submodule(str(node.target)))
     else:
         what = node.target

@@ -57,7 +57,8 @@ def best_observer(
         calibrate(candidate, context, shown)
         found[name] = sqnr(expected, _answers(simulate(candidate), judges))
     chosen = max(found, key=lambda name: found[name])
-    return chosen, _note(chosen, found, int(judging.sum()))
+    of = "SQNR of the logits" if len(expected) == 1 else "least SQNR of an output"
+    return chosen, _note(chosen, found, of, int(judging.sum()))
 
 
 def _batched(rows: torch.Tensor) -> list[torch.Tensor]:
@@ -69,9 +70,9 @@ def _answers(module: nn.Module, batches: Sequence[torch.Tensor]) -> Outputs:
         return tuple(output.cpu() for output in joined(as_outputs(module(batch)) for batch in batches))
 
 
-def _note(chosen: Observer, found: Mapping[Observer, float], images: int) -> str:
+def _note(chosen: Observer, found: Mapping[Observer, float], of: str, images: int) -> str:
     others = ", ".join(f"{name} {ratio:.1f}" for name, ratio in found.items() if name != chosen)
     return (
-        f"observer auto: {chosen}, SQNR of the logits {found[chosen]:.1f} dB against the float network's on "
+        f"observer auto: {chosen}, {of} {found[chosen]:.1f} dB against the float network's on "
         f"{images} calibration images not used for the ranges ({others})"
     )

@@ -29,8 +29,8 @@ def require_alike(actual: Answer, expected: Answer, tolerance: float, who: str, 
     for number, difference in enumerate(differences):
         if not difference <= tolerance:  # also where it is NaN
             raise PassError(
-                f"{who}: {spoken(number)} differ from {of} by {difference:.2e} of the largest, more than the tolerance "
-                f"{tolerance:g}"
+                f"{who}: {output_values(number)} differ from {of} by {difference:.2e} of the largest, more than the "
+                f"tolerance {tolerance:g}"
             )
     return max(differences)
 
@@ -39,6 +39,6 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
 
-def spoken(number: int) -> str:
-    """Return the name of an output's numbers in a message, by the output's place."""
+def output_values(number: int) -> str:
+    """Return the name of an output's values in messages, by the output's place."""
     return "logits" if number == 0 else f"numbers of output {number + 1}"

@@ -191,8 +191,7 @@ def check_answers(teacher: Teacher, context: Context, images: torch.Tensor) -> N
     classes = len(context.data.classes)
     try:
         with torch.no_grad():
-            logits = teacher.module(teacher.renormalised(images, context.preprocessing))
-            logits = logits[0] if isinstance(logits, tuple) else logits
+            logits = first_output(teacher.module(teacher.renormalised(images, context.preprocessing)))
     except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
         shape = "x".join(map(str, images.shape[1:]))
         raise UserError(f"distil: the teacher {teacher.name} fails on images of {shape}: {one_line(error)}") from None

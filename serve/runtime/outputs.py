@@ -20,7 +20,7 @@ def as_outputs(answer: torch.Tensor | Sequence[torch.Tensor]) -> Outputs:
 
 def first_output(answer: Answer) -> torch.Tensor:
     """Return the first output of what a network returns, which is its logits ``(N, classes)``."""
-    return answer if isinstance(answer, torch.Tensor) else answer[0]
+    return answer[0] if isinstance(answer, tuple) else answer
 
 
 def joined(parts: Iterable[Outputs]) -> Outputs:
