@@ -20,6 +20,7 @@ from ..errors import ImageError
 from .headers import Header, faults_named, opened, read_header
 from .lean_torchvision import InterpolationMode, decode_jpeg, decode_webp
 from .lean_torchvision import functional as transforms
+from .placement import Placement
 from .structure import plain_webp
 from .tiff_directories import check_exif
 
@@ -110,14 +111,15 @@ def fit(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
     of 255 levels of a whole resize, which for 762x1 would make 50 megapixels.
     """
     height, width = image.shape[-2:]
-    if (height, width) != (scaled := preprocessing.scaled(height, width)):
+    placement = Placement.of(height, width, preprocessing)
+    if placement.scaled != placement.picture:
         if isinstance(preprocessing.resize, int) and max(height, width) > ELONGATED * min(height, width):
             # Pillow weighs colours by alpha, but torch resizes each channel alone.
             parts = [channel[None] for channel in image] if len(image) in _WITH_ALPHA else [image]
-            image = torch.cat([_resize_middle(part, preprocessing, preprocessing.resize) for part in parts])
+            image = torch.cat([_resize_middle(part, preprocessing, placement) for part in parts])
         else:
             mode = InterpolationMode(preprocessing.interpolation)
-            image = transforms.resize(image, list(scaled), interpolation=mode, antialias=True)
+            image = transforms.resize(image, list(placement.scaled), interpolation=mode, antialias=True)
     if tuple(image.shape[-2:]) != preprocessing.crop:
         image = transforms.center_crop(image, list(preprocessing.crop))
     return image.contiguous()
@@ -181,19 +183,14 @@ def _decode_with_pillow(data: bytes, channels: int, budget: Budget, pixel_max: f
     return pixels if channels > 1 else pixels[..., None]
 
 
-def _resize_middle(image: torch.Tensor, preprocessing: Preprocessing, resize: int) -> torch.Tensor:
-    """Resize only the part of the longer side that `center_crop` will keep.
-
-    Its place follows torchvision's rules. The longer side becomes ``int(resize * long / short)``, and the crop begins
-    at ``round((side - crop) / 2)``.
-    """
+def _resize_middle(image: torch.Tensor, preprocessing: Preprocessing, placement: Placement) -> torch.Tensor:
+    """Resize only the part of the longer side that the crop will keep."""
     height, width = image.shape[-2:]
     lies = width > height
-    crop = preprocessing.crop[1 if lies else 0]
-    source = max(height, width)
-    target = int(resize * source / min(height, width))
-    kept = min(crop, target)
-    first = round((target - kept) / 2)
+    side = 1 if lies else 0  # the longer one
+    resize, source, target = placement.scaled[1 - side], placement.picture[side], placement.scaled[side]
+    kept = min(preprocessing.crop[side], target)
+    first = max(0, placement.first[side])
     size = (resize, kept) if lies else (kept, resize)
     axis = -1 if lies else -2
     if preprocessing.interpolation == "nearest":
