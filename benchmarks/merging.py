@@ -72,7 +72,7 @@ def _table(rows: dict[str, Row]) -> Iterator[str]:
             change = f"{points(difference.delta)} [{points(difference.low)}, {points(difference.high)}]"
         ratio = f"{parity.sqnr_db:.1f} dB" if parity and parity.sqnr_db is not None else NONE
         size = f"{row.file.bytes / 1e3:,.0f} kB"
-        yield f"| {title} | {percent(accuracy.top1)} | {change} | {ratio} | {size} |"
+        yield f"| {title} | {percent(accuracy.score)} | {change} | {ratio} | {size} |"
 
 
 def _ranges(rows: dict[str, Row]) -> Iterator[str]:

@@ -139,7 +139,7 @@ def _options(case: Case) -> str:
 
 
 def _top1(row: Row) -> str:
-    return percent(row.measured.accuracy.top1) if row.measured else "–"
+    return percent(row.measured.accuracy.score) if row.measured else "–"
 
 
 def _change(row: Row) -> str:
@@ -173,7 +173,7 @@ def _words(done: Sequence[Finished]) -> Iterator[str]:
         rows = {row.name: row for row in each.report.rows}
         torch_int8, onnx_int8 = rows["ptq"].measured, rows["onnx-int8"].measured
         if torch_int8 and onnx_int8:
-            apart = abs(torch_int8.accuracy.top1 - onnx_int8.accuracy.top1)
+            apart = abs(torch_int8.accuracy.score - onnx_int8.accuracy.score)
             yield f"- `{each.case.model}`: `ptq` and `onnx-int8` are {apart * 100:.2f} points of top-1 apart."
         for row in each.report.rows:
             if row.skip and row.name != "half":

@@ -50,7 +50,9 @@ class NncfAccuracy(Nncf):
     judged: int = Field(
         default=1024, ge=1, description="training images that it judges accuracy by, at most: none that calibrates"
     )
-    max_drop: float = Field(default=0.005, gt=0, description="loss of top-1 on them that it may leave, as a fraction")
+    max_drop: float = Field(
+        default=0.005, gt=0, description="loss of accuracy on them that it may leave, as a fraction"
+    )
 
 
 class Pt2e(Config):

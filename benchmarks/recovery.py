@@ -103,7 +103,7 @@ def _table(rows: dict[str, Row]) -> Iterator[str]:
             f"{points(difference.delta)} [{points(difference.low)}, {points(difference.high)}]" if difference else ""
         )
         ratio = f"{parity.sqnr_db:.1f} dB" if parity and parity.sqnr_db is not None else ""
-        yield f"| {title} | {percent(accuracy.top1)} | {change} | {ratio} |"
+        yield f"| {title} | {percent(accuracy.score)} | {change} | {ratio} |"
 
 
 def _notes(rows: dict[str, Row]) -> Iterator[str]:

@@ -107,7 +107,7 @@ def row(case: Case, method: MethodName, found: Found) -> tuple[str, ...]:
         str(effort.trials),
         f"{effort.left} of {effort.layers}",
         found.pair or "nothing",
-        f"{judged.top1 * 100:.2f} %" if judged else NONE,
+        f"{judged.score * 100:.2f} %" if judged else NONE,
         f"{points(less.delta)} ({points(less.low)} to {points(less.high)})" if less else NONE,
         number(found.p50),
         number(found.fastest_float_p50),

@@ -12,6 +12,7 @@ from optimize.data.records import ImageData
 from optimize.listener import SILENT, Listener
 from optimize.models.teacher import Teacher
 from optimize.store.objects import Store
+from optimize.tasks.base import Task, find_task
 from serve.runtime.card.card import Preprocessing, Probabilities
 from serve.runtime.display import Described
 from serve.runtime.images.image_preprocessing import normalise
@@ -58,6 +59,15 @@ class Context(Described):
     store: Store | None = None
     probabilities: Probabilities = "softmax"
     outputs: tuple[str, ...] = ()
+
+    @property
+    def task(self) -> Task:
+        """What the network is for, as the data say.
+
+        Raises:
+            UserError: there is no such task.
+        """
+        return find_task(self.data.task)
 
     def _facts(self) -> dict[str, str]:
         shape = " × ".join(map(str, self.preprocessing.shape))

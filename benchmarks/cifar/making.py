@@ -31,12 +31,12 @@ from benchmarks.cifar.record import Cell, Faster, Judged
 from benchmarks.cifar.rows import EXAMPLES, MODELS, START, Network, Row
 from optimize.measure.bench import Bench, Candidate
 from optimize.measure.machine import machine, measured_devices, versions
-from optimize.measure.statistics import ratio_interval
 from optimize.noise import silenced
 from optimize.passes.base import pass_of
 from optimize.run.job import Job
 from optimize.run.opened_job import Opened, open_job
 from optimize.run.recipe import load_recipe
+from optimize.statistics import ratio_interval
 from optimize.store.artifact import Artifact
 from optimize.store.keys import make_key
 from optimize.store.layer_effects import WHOLE, read_effects
@@ -218,7 +218,7 @@ class Workshop:
                 for graph in (made[-1].artifact for made in (wanted, beside))
             ]
             first, second = (found[0] for found in pairs)
-            right, others = (bench.answers(candidate).value.first for candidate in (first, second))
+            right, others = (bench.answers(candidate).value.evidence["first"] for candidate in (first, second))
             if row.faster is not None and self.timed:
                 try:
                     faster = _faster(bench, *pairs)

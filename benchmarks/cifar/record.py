@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from optimize.measure.figures import Record
-from optimize.measure.statistics import PairedDifference, paired_interval
+from optimize.statistics import PairedDifference, paired_interval
 from optimize.store.atomic_files import write_json
 from serve.runtime.errors import UserError, one_line
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.quant.record import RowRecord, SubjectRecord
 from benchmarks.quant.ways import DEFAULTS, FLOAT
-from optimize.measure.statistics import PairedDifference, RatioInterval, paired_difference, ratio_interval
 from optimize.report.number_format import percent, points
+from optimize.statistics import PairedDifference, RatioInterval, paired_difference, ratio_interval
 
 #: What engines are called in titles.
 TITLES = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "inductor": "Inductor", "exported": "ATen"}

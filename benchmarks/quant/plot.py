@@ -11,7 +11,7 @@ import matplotlib as mpl
 from benchmarks.quant.page import TITLES, engines_of
 from benchmarks.quant.record import SubjectRecord
 from benchmarks.quant.ways import FLOAT
-from optimize.measure.statistics import paired_difference
+from optimize.statistics import paired_difference
 
 mpl.use("Agg")
 mpl.rcParams["svg.hashsalt"] = "bench-quant"  # the same figures give the same file

@@ -28,7 +28,7 @@ def make_row(bed: Bed, way: Way, bench: Bench) -> RowRecord:
     for engine in way.engines:
         candidate = Candidate(artifact, Execution(engine))
         try:
-            answered[engine] = Answered.of(bench.answers(candidate).value.first.numpy())
+            answered[engine] = Answered.of(bench.answers(candidate).value.evidence["first"].numpy())
         except PipelineError as error:
             absent[engine] = one_line(error)
         bench.release(candidate)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.zoo.record import Agreement
 from optimize.export.onnx_graph.write import run_onnx
-from optimize.measure.statistics import sqnr_db
+from optimize.statistics import sqnr_db
 from optimize.store.artifact import REFERENCE_FILE, Artifact
 from serve.runtime.device.cpu_integers import TENSORRT
 from serve.runtime.engines.base import executions_for

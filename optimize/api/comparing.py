@@ -55,7 +55,7 @@ def compare(
         measure: where to measure: ``auto`` (every device of the machine), or a list such as ``cpu,cuda``.
         executions: names of engines, such as ``openvino``, or executions. By default all. The first variant is always
             measured.
-        max_drop: a recommended artifact must be shown not to lose this much top-1, as a fraction.
+        max_drop: a recommended artifact must be shown not to lose this much accuracy, as a fraction.
         objective: the measure by which the best artifact is recommended: ``latency`` (median, one image), ``p95``,
             ``throughput`` (at the best batch size) or ``size``.
         confidence: the confidence that no artifact with that loss passes, over all artifacts together.
@@ -88,13 +88,18 @@ def compare(
     return Comparison(
         Results(
             title=session.source.name,
+            task=session.context.task.name,
             rows=measured.rows,
             references=measured.references,
             references_of=measured.references_of,
             yardstick=measured.turns.yardstick,
             eager=measured.turns.eager,
             recommendation=recommend(
-                measured.rows, measured.turns.speeds, rule, classes=len(session.context.data.classes)
+                measured.rows,
+                measured.turns.speeds,
+                rule,
+                session.context.task,
+                classes=len(session.context.data.classes),
             ),
             measurement=measured.measurement,
         )

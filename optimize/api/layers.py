@@ -101,7 +101,7 @@ def search(
 
     Args:
         variant: the float baseline that ``load`` returns.
-        max_drop: the largest loss of top-1, as a fraction.
+        max_drop: the largest loss of accuracy, as a fraction.
         max_latency_ms: the largest median latency of one image, in milliseconds.
         bits: the precisions that layers may have: 8 (int8), 16 (FP16 weights, and FP16 arithmetic if the execution
             supports it) and 32. Give 8 and at least one of the others.

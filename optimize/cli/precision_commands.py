@@ -79,7 +79,7 @@ def sensitivity(  # noqa: PLR0917 - each is an option of the command line
 def search(
     *,
     max_drop: Annotated[
-        str, typer.Option(help="Largest loss of top-1, in percentage points: 0.5, or 0.5pp.", metavar="POINTS")
+        str, typer.Option(help="Largest loss of accuracy, in percentage points: 0.5, or 0.5pp.", metavar="POINTS")
     ] = "0.5",
     max_latency_ms: Annotated[
         Optional[float],  # noqa: UP045

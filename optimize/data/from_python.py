@@ -106,7 +106,15 @@ def image_data(
         fit, judge = split_off(fit.sources, fit.labels.numpy(), keys)
     names = _class_names(classes, train, (fit, judge))
     return ImageData(
-        name, names, fit, judge, augment, native_size(fit), preprocessing=preprocessing, notes=tuple(notes)
+        name,
+        "classification",
+        names,
+        fit,
+        judge,
+        augment,
+        native_size(fit),
+        preprocessing=preprocessing,
+        notes=tuple(notes),
     )
 
 

@@ -56,13 +56,14 @@ class Split(Described):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageData(Described):
-    """A classification data set.
+    """A data set.
 
     The key of a trained or calibrated artifact depends on ``train.fingerprint``, the key of an accuracy on
     ``val.fingerprint``.
 
     Attributes:
         name: short name, for reports.
+        task: the name of what a network learns from it; see `optimize.tasks`.
         classes: label of each class index.
         train: images to train and calibrate with.
         val: images to measure with, none of them in ``train``.
@@ -77,6 +78,7 @@ class ImageData(Described):
     """
 
     name: str
+    task: str
     classes: tuple[str, ...]
     train: Split
     val: Split

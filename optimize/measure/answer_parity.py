@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from optimize.measure.accuracy import Answers, parity
-from optimize.measure.statistics import paired_difference
+from optimize.tasks.base import Task
 from serve.runtime.card.certificate import Agreement, Certificate, OutputAgreement
 
 
@@ -13,6 +13,7 @@ def certificate(
     reference: Answers,
     others: Mapping[str, Answers],
     *,
+    task: Task,
     steps: Mapping[str, float | None],
     file: str,
     data: str,
@@ -25,6 +26,7 @@ def certificate(
     Args:
         reference: the answers of torch's program of explicit quantizers around float operators.
         others: the answers of torch's kernels, ONNX Runtime and OpenVINO, by execution.
+        task: what the network is for.
         steps: names of the outputs, the logits first, with the scale of their quantizer. None if there is none.
         file: SHA-256 of the reference program.
         data: fingerprint of the images.
@@ -35,17 +37,19 @@ def certificate(
     return Certificate(
         reference=file,
         step=next(iter(steps.values())),
-        images=len(reference.predicted),
-        logits_of=len(reference.logits),
+        images=reference.images,
+        logits_of=len(reference.outputs[0]),
         data=data,
-        agreements=tuple(agreement(name, reference, answers, steps) for name, answers in others.items()),
+        agreements=tuple(agreement(name, reference, answers, steps, task) for name, answers in others.items()),
         absent=dict(absent),
         cpu=cpu,
         versions=dict(versions),
     )
 
 
-def agreement(execution: str, reference: Answers, answers: Answers, steps: Mapping[str, float | None]) -> Agreement:
+def agreement(
+    execution: str, reference: Answers, answers: Answers, steps: Mapping[str, float | None], task: Task
+) -> Agreement:
     """Measure how near one execution's answers are to the reference's.
 
     ``steps`` is the largest difference of two logits divided by their step: the number of the output quantizer's steps
@@ -56,13 +60,14 @@ def agreement(execution: str, reference: Answers, answers: Answers, steps: Mappi
         reference: the reference's answers.
         answers: the execution's answers.
         steps: see `certificate`.
+        task: see `certificate`.
     """
-    alike = parity(reference, answers, "reference", tuple(steps))
+    alike = parity(reference, answers, "reference", task, tuple(steps))
     step, *other_steps = steps.values()
-    paired = paired_difference(reference.first.numpy(), answers.first.numpy())
+    paired = task.difference(reference.evidence, answers.evidence)
     return Agreement(
         execution=execution,
-        top1_agreement=alike.top1_agreement,
+        agreements=alike.agreements,
         sqnr_db=alike.sqnr_db,
         max_abs=alike.max_abs,
         steps=_steps(alike.max_abs, step),

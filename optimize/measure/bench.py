@@ -220,7 +220,8 @@ class Bench:
             images=self.context.data.val.fingerprint,
             skip_unreadable=self.context.skip_unreadable,
             max_batch=MAX_BATCH,
-            **surroundings(candidate.execution, makers=(answer, *self._makers(candidate))),
+            task=self.context.task.name,
+            **surroundings(candidate.execution, makers=(answer, type(self.context.task), *self._makers(candidate))),
         )
         return self._obtain(key, build, load_answers, candidate.artifact)
 

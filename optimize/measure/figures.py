@@ -6,14 +6,15 @@ at batch 1, sizes are bytes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from serve.runtime.display import Described
 
 if TYPE_CHECKING:
-    from optimize.measure.statistics import PairedDifference
+    from optimize.statistics import PairedDifference
 
 
 #: Two variants count as equally fast if the slower one has at least this share of the other's speed.
@@ -66,8 +67,32 @@ class Latency(Record):
     samples: int
 
 
+class Named(Record):
+    """A record with figures under names of the task's own. JSON and data frames have them beside its other fields.
+
+    Each subclass names the field that holds them, in the task's order.
+    """
+
+    named: ClassVar[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, body: Any) -> Any:
+        if not isinstance(body, Mapping) or cls.named in body:
+            return body
+        own = {name: value for name, value in body.items() if name in cls.model_fields}
+        return own | {cls.named: {name: value for name, value in body.items() if name not in own}}
+
+    @model_serializer(mode="wrap")
+    def _spread(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in write(self).items():
+            found |= value if name == self.named else {name: value}
+        return found
+
+
 class Difference(Record):
-    """Top-1 minus the baseline's on the same images, its 95 % interval, and how many images were gained and lost."""
+    """The score minus the baseline's on the same images, its 95 % interval, and the images gained and lost."""
 
     delta: float
     low: float
@@ -81,19 +106,25 @@ class Difference(Record):
         return cls(delta=found.delta, low=found.low, high=found.high, gained=found.gained, lost=found.lost)
 
 
-class Accuracy(Record):
-    """Accuracy on ``images`` validation images. ``difference`` is to the baseline, which itself has none.
+class Accuracy(Named):
+    """The task's scores on ``images`` validation images, by their keys.
 
-    Another ``left_out`` images could not be read. ``answers`` is the key of the stored object with the answer to each
-    image.
+    ``difference`` is that of the first score to the baseline, which itself has none. Another ``left_out`` images could
+    not be read. ``answers`` is the key of the stored object with the evidence of each image.
     """
 
-    top1: float
-    top5: float
+    named = "scores"
+
+    scores: dict[str, float] = Field(min_length=1)
     images: int
     left_out: int = 0
     answers: str
     difference: Difference | None = None
+
+    @property
+    def score(self) -> float:
+        """Return the first score, by which everything is judged."""
+        return next(iter(self.scores.values()))
 
 
 class OutputParity(Record):
@@ -105,24 +136,31 @@ class OutputParity(Record):
     sqnr_db: float | None
 
 
-class Parity(Record):
-    """How close the logits are to those of ``reference``.
+class Parity(Named):
+    """How close the first output is to that of ``reference``.
 
-    The logits are those of ``logits_of`` images. ``top1_agreement`` is the share of all ``images`` with the same best
-    class.
+    Its numbers are compared on ``logits_of`` images. ``agreements`` are shares of all ``images`` or of their parts that
+    are answered alike, by the task's keys.
 
-    ``sqnr_db`` is None if they are equal to the last bit, or if the reference's logits are all zero. ``others`` are the
-    outputs behind the logits.
+    ``sqnr_db`` is None if they are equal to the last bit, or if the reference's are all zero. ``others`` are the
+    outputs behind the first.
     """
+
+    named = "agreements"
 
     reference: str
     max_abs: float
     mean_abs: float
     sqnr_db: float | None
-    top1_agreement: float
+    agreements: dict[str, float] = Field(min_length=1)
     images: int
     logits_of: int
     others: tuple[OutputParity, ...] = Field(default=(), exclude_if=lambda others: not others)
+
+    @property
+    def agreement(self) -> float:
+        """Return the first agreement."""
+        return next(iter(self.agreements.values()))
 
 
 class Footprint(Record):
@@ -176,5 +214,5 @@ class Measured(Timed):
 
     def _facts(self) -> dict[str, str]:
         accuracy, memory = self.accuracy, self.footprint.memory_bytes / 1e6
-        top1 = {"top-1": f"{accuracy.top1 * 100:.2f} % of {accuracy.images:,}"}
-        return top1 | super()._facts() | {"memory": f"{memory:.4g} MB"}
+        key, score = next(iter(accuracy.scores.items()))
+        return {key: f"{score * 100:.2f} % of {accuracy.images:,}"} | super()._facts() | {"memory": f"{memory:.4g} MB"}

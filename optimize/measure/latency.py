@@ -20,8 +20,8 @@ import torch
 from optimize.listener import SILENT, Listener
 from optimize.measure.contention import UNSTEADY, Disturbance, Watch, disturbance
 from optimize.measure.figures import LEVEL, Latency, Ratio, Timed
-from optimize.measure.statistics import ENOUGH, percentile_summary, ratio_interval, student_ratio
 from optimize.measure.timing import Timing
+from optimize.statistics import ENOUGH, percentile_summary, ratio_interval, student_ratio
 from serve.runtime.errors import PipelineError
 from serve.runtime.outputs import Outputs
 

@@ -16,8 +16,8 @@ from optimize.context import Context
 from optimize.measure.latency import measure_speed
 from optimize.measure.process_pool import Pool
 from optimize.measure.processes import Worker
-from optimize.measure.statistics import RatioInterval, ratio_interval
 from optimize.measure.timing import Timing
+from optimize.statistics import RatioInterval, ratio_interval
 from serve.runtime.card.execution import Execution
 from serve.runtime.errors import PipelineError
 

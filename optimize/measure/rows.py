@@ -23,7 +23,7 @@ from serve.runtime.display import glance
 from serve.runtime.errors import CardError, UserError
 
 #: Version of ``report.json``.
-SCHEMA: Final = 4
+SCHEMA: Final = 5
 
 
 def _execution(body: object) -> Execution:
@@ -205,13 +205,13 @@ def _found(measured: Timed | None, skip: Skip | None) -> dict[str, str]:
 
 
 class Judgement(Record):
-    """The chosen pair's top-1 on the ``images`` that had no part in the choice.
+    """The chosen pair's score on the ``images`` that had no part in the choice.
 
     The difference is to the baseline on the same images, with its 95 % interval. It is None for the baseline itself.
     """
 
     images: int
-    top1: float
+    score: float
     difference: Difference | None
 
 
@@ -277,12 +277,14 @@ class Measurement(Record):
 class Results(Record):
     """Artifacts and references that were measured in turns. All differences are to the first row, the baseline.
 
+    ``task`` is the name of what the network is for.
     ``references_of`` is the artifact whose eager module the references run. Speeds are relative to two pairs or
     references. ``yardstick`` is the fastest float execution, or the baseline's best pair if no float was measured.
     ``eager`` is the reference of that name, or the baseline's best pair if it was not measured.
     """
 
     title: str
+    task: str
     rows: tuple[Row, ...]
     references: tuple[Reference, ...] = ()
     references_of: str | None = None
@@ -375,7 +377,7 @@ class Data(Record):
 class Report(Results):
     """A finished run, as in ``report.json``. ``title`` is its name, ``recommended`` the artifact to serve."""
 
-    schema_version: Literal[4] = Field(default=SCHEMA, alias="schema")
+    schema_version: Literal[5] = Field(default=SCHEMA, alias="schema")
     model: str
     created: datetime.datetime
     seconds: float

@@ -88,7 +88,7 @@ def _apply(parent: Artifact, config: Dynamic, context: Context, folder: Path) ->
         found = load_script(folder / file, torch.device("cpu"))(images)
         expected = parent.module()(images)
     parties = "int8 linear layers against float arithmetic"
-    note = check_answers(expected, found, config, parties, parent.card.outputs)
+    note = check_answers(expected, found, config, parties, task=context.task, names=parent.card.outputs)
     return Product(
         file,
         "torchscript",

@@ -93,7 +93,9 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
     with torch.no_grad():
         expected = program.module()(context.example(IMAGES))
     answers = run_onnx(path, graph_input(context, config.input, IMAGES), literal=not target.packed)
-    found = check_answers(expected, answers, config, "ONNX Runtime against exact arithmetic", parent.card.outputs)
+    found = check_answers(
+        expected, answers, config, "ONNX Runtime against exact arithmetic", task=context.task, names=parent.card.outputs
+    )
     for_tensorrt = target.name == TENSORRT
     if for_tensorrt:
         _write_profile(path, context.preprocessing.shape)

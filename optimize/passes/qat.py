@@ -145,7 +145,7 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
         expected = prepared(images)
     notes = (
         *overridden,
-        check_quantized(folder, product.file, images, expected, config, names=parent.card.outputs),
+        check_quantized(folder, product.file, images, expected, config, task=context.task, names=parent.card.outputs),
         result.kept,
         *result.notes,
         *gradients_lost(parent, prepared, example),

@@ -92,7 +92,9 @@ def _apply(parent: Artifact, config: QatLowbit, context: Context, folder: Path) 
             ),
             *product.notes,
             *overrides_note(watched(prepared).values(), chosen),
-            check_quantized(folder, product.file, images, expected, config, names=parent.card.outputs),
+            check_quantized(
+                folder, product.file, images, expected, config, task=context.task, names=parent.card.outputs
+            ),
             result.kept,
             *result.notes,
             *gradients_lost(parent, traced, example),

@@ -11,20 +11,21 @@ from optimize.measure.figures import Difference, Ratio, Record
 from optimize.measure.rows import Judgement, RunBy, Skip
 from optimize.measure.timing import Timing
 from optimize.report.number_format import NONE, number, percent, points
+from optimize.tasks.base import find_task
 
 #: Version of ``sensitivity.json`` and ``search.json``.
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Figure(Record):
     """Accuracy and speed of a trial in one execution.
 
-    ``difference`` is the difference of top-1 to the float graph, by the same execution on the same images. ``sqnr_db``
-    compares the logits with that graph's (None: they are equal). ``won_ms`` is how much less time an image takes than
+    ``difference`` is that of the task's score to the float graph, by the same execution on the same images. ``sqnr_db``
+    compares the outputs with that graph's (None: they are equal). ``won_ms`` is how much less time an image takes than
     before the quantization in question, measured in common turns.
     """
 
-    top1: float
+    score: float
     difference: Difference
     sqnr_db: float | None
     p50: float
@@ -54,17 +55,23 @@ class Sensitivity(Record):
 
     schema_version: int = SCHEMA
     title: str
+    task: str
     parent: str
     config: dict[str, Any]
     execution: RunBy
     runs_on: str
     images: int
-    top1: float
+    score: float
     p50: float
     whole: Figure
     layers: tuple[Layer, ...]
     timing: Timing
     cpu: str
+
+    @property
+    def metric(self) -> str:
+        """Return the title of the task's score."""
+        return find_task(self.task).metric.title
 
     def _facts(self) -> dict[str, str]:
         return {
@@ -73,7 +80,7 @@ class Sensitivity(Record):
             "by": self.runs_on,
             "layers": str(len(self.layers)),
             "images": f"{self.images:,}",
-            "in float": f"top-1 {percent(self.top1)} %, {number(self.p50, 'ms')}",
+            "in float": f"{self.metric} {percent(self.score)} %, {number(self.p50, 'ms')}",
             "all in int8": f"{_costs(self.whole)}, {number(self.whole.p50, 'ms')}",
         }
 
@@ -82,7 +89,7 @@ class Sensitivity(Record):
 
 
 def _costs(figure: Figure | Skip) -> str:
-    """Return the cost of a quantization in points of top-1, and its gain in milliseconds."""
+    """Return the cost of a quantization in points of the score, and its gain in milliseconds."""
     if isinstance(figure, Skip):
         return str(figure)
     return f"{points(figure.difference.delta)} points, {number(figure.won_ms, 'ms')} won"
@@ -91,9 +98,9 @@ def _costs(figure: Figure | Skip) -> str:
 class Trial(Record):
     """One choice of precisions: ``bits`` of the layers that are not int8, by name.
 
-    ``delta`` is the difference of top-1 to the baseline on the images that choose. None: the trial failed. ``holds``
-    tells whether it is within the budget. ``speedup`` is relative to the float graph by the same execution. A trial
-    that loses too much is not timed. ``skip`` says why a trial failed, or why one that holds could not be timed.
+    ``delta`` is the score minus the baseline's on the images that choose. None: the trial failed. ``holds`` tells
+    whether it is within the budget. ``speedup`` is relative to the float graph by the same execution. A trial that
+    loses too much is not timed. ``skip`` says why a trial failed, or why one that holds could not be timed.
     """
 
     number: int
@@ -106,7 +113,7 @@ class Trial(Record):
 
 
 class Budget(Record):
-    """The request: the largest loss of top-1 (a fraction), the longest latency (ms), the precisions."""
+    """The request: the largest loss of accuracy (a fraction), the longest latency (ms), the precisions."""
 
     max_drop: float
     max_latency_ms: float | None
@@ -118,6 +125,7 @@ class Found(Record):
 
     Attributes:
         title: the model and its data.
+        task: what the network is for.
         budget: the request.
         method: how it was searched.
         layers: number of layers that can be quantized.
@@ -134,6 +142,7 @@ class Found(Record):
 
     schema_version: int = SCHEMA
     title: str
+    task: str
     budget: Budget
     method: str
     layers: int
@@ -151,12 +160,17 @@ class Found(Record):
     timing: Timing
     cpu: str
 
+    @property
+    def metric(self) -> str:
+        """Return the title of the task's score."""
+        return find_task(self.task).metric.title
+
     def _facts(self) -> dict[str, str]:
         return {
             "title": self.title,
             "chosen": self.pair or "none",
             "p50": number(self.p50, "ms"),
-            "top-1": f"{percent(self.judged.top1)} %" if self.judged else NONE,
+            self.metric: f"{percent(self.judged.score)} %" if self.judged else NONE,
             "fastest float": f"{self.fastest_float}, {number(self.fastest_float_p50, 'ms')}",
             "method": self.method,
             "trials": str(len(self.trials)),

@@ -13,20 +13,13 @@ from optimize.precision.precision_records import Figure, Found, Sensitivity, Tri
 from optimize.report.console import output
 from optimize.report.number_format import NONE, number, points
 
-_HEADS = (
-    "layer",
-    "weights",
-    "alone: top-1",
-    "95 %",
-    "SQNR dB",
-    "won ms",
-    "all but: top-1",
-    "95 %",
-    "SQNR dB",
-    "won ms",
-)
-_TRIAL_HEADS = ("trial", "not int8", "top-1", "p50 ms", "to float", "")
 _NAMED = 4
+
+
+def sensitivity_heads(found: Sensitivity) -> tuple[str, ...]:
+    """Return the heads of `sensitivity_rows`."""
+    rest = ("95 %", "SQNR dB", "won ms")
+    return ("layer", "weights", f"alone: {found.metric}", *rest, f"all but: {found.metric}", *rest)
 
 
 def sensitivity_rows(found: Sensitivity) -> list[tuple[str, ...]]:
@@ -54,14 +47,14 @@ def trial_rows(found: Found) -> list[tuple[str, ...]]:
 
 def print_sensitivity(found: Sensitivity) -> None:
     """Print the table to standard output. A file or a pipe gets the whole, however long the lines."""
-    _print(_HEADS, sensitivity_rows(found))
+    _print(sensitivity_heads(found), sensitivity_rows(found))
     Console(soft_wrap=True).print(Text(caption(found)))
 
 
 def print_search(found: Found) -> None:
     """Print the trials, and the reasons for the choice."""
     if found.trials:
-        _print(_TRIAL_HEADS, trial_rows(found))
+        _print(("trial", "not int8", found.metric, "p50 ms", "to float", ""), trial_rows(found))
     console = Console(soft_wrap=True)
     for sentence in found.why:
         console.print(Text(sentence))
@@ -75,15 +68,15 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def sensitivity_markdown(found: Sensitivity) -> str:
     """Return the table with its caption, for a document."""
-    return f"{markdown(_HEADS, sensitivity_rows(found))}\n{caption(found)}\n"
+    return f"{markdown(sensitivity_heads(found), sensitivity_rows(found))}\n{caption(found)}\n"
 
 
 def caption(found: Sensitivity) -> str:
     """Return the explanation of the figures."""
     return (
-        f"{found.title}, {found.parent} by {found.runs_on} on {found.cpu}; top-1 in points from the float graph's "
-        f"{found.top1 * 100:.2f} % on the same {found.images:,} images; SQNR of the logits; milliseconds that one "
-        f"image takes less with the layer in int8 than with it in float (float graph: {number(found.p50, 'ms')}; "
+        f"{found.title}, {found.parent} by {found.runs_on} on {found.cpu}; {found.metric} in points from the float "
+        f"graph's {found.score * 100:.2f} % on the same {found.images:,} images; SQNR of the logits; milliseconds that "
+        f"one image takes less with the layer in int8 than with it in float (float graph: {number(found.p50, 'ms')}; "
         f"whole: {number(found.whole.p50, 'ms')})"
     )
 

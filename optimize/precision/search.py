@@ -21,7 +21,6 @@ from optimize.measure.figures import Difference, Measured, Ratio
 from optimize.measure.latency import Speed, compare, falls_behind, level
 from optimize.measure.machine import machine
 from optimize.measure.rows import Judgement, Pair, Row, Skip
-from optimize.measure.statistics import paired_difference
 from optimize.measure.timing import Timing
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx import Onnx
@@ -32,12 +31,13 @@ from optimize.precision.quantizable_layers import layers_of, ranks
 from optimize.precision.search_explanation import Choice, why
 from optimize.precision.search_methods import METHODS, MethodName, given_back
 from optimize.precision.trials import Bed, Mixed, Precisions, choose_execution, require_engine, require_execution
-from optimize.run.image_halves import Halves, Right, halves
+from optimize.run.image_halves import Halves, halves
 from optimize.run.recommendation.accuracy_drop import within
 from optimize.run.relative_speeds import Turns
 from optimize.run.report_rows import Measurements, measure
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
+from optimize.tasks.base import Evidence, Task, rows_of
 from serve.common.config import Config
 from serve.runtime.errors import EngineError, PipelineError, UserError
 
@@ -51,7 +51,10 @@ class Search(Config):
     model_config = ConfigDict(title="")  # in messages, its settings are named as on the command line
 
     max_drop: float = Field(
-        default=0.005, ge=0, le=1, description="largest loss of top-1, as a fraction, on the images used for the choice"
+        default=0.005,
+        ge=0,
+        le=1,
+        description="largest loss of accuracy, as a fraction, on the images used for the choice",
     )
     max_latency_ms: float | None = Field(default=None, gt=0, description="longest median latency of one image, in ms")
     bits: tuple[int, ...] = Field(
@@ -97,14 +100,14 @@ class _Ledger:
     Attributes:
         bed: makes and measures trials.
         start: the float graph by the execution of all trials.
-        baseline: whether the float baseline answers each image correctly.
+        baseline: the evidence of the float baseline.
         halves: which images choose.
         by: the request.
     """
 
     bed: Bed
     start: Candidate
-    baseline: NDArray[np.bool_]
+    baseline: Evidence
     halves: Halves
     by: Search
     trials: list[Trial] = field(default_factory=list)
@@ -117,6 +120,11 @@ class _Ledger:
                 raise _SpentError
             self._try(precisions)
         return self.made[precisions][0].holds
+
+    @property
+    def task(self) -> Task:
+        """What the network is for."""
+        return self.bed.session.context.task
 
     def best(self) -> list[tuple[Precisions, Trial, Mixed]]:
         """Return the trials that hold, sorted by their speed relative to the float graph, the fastest first."""
@@ -145,8 +153,8 @@ class _Ledger:
     def _measured(self, number: int, precisions: Precisions, mixed: Mixed) -> Trial:
         candidate = Candidate(mixed.graph.artifact, self.start.execution)
         try:
-            right = self.bed.answers(candidate).first.numpy()
-            delta = _difference(self.baseline, right, self.halves.choose).delta
+            own = self.bed.answers(candidate).evidence
+            delta = _difference(self.task, self.baseline, own, self.halves.choose).delta
             trial = Trial(number=number, bits=precisions.bits, delta=delta, holds=within(delta, self.by.max_drop))
             return self._timed(trial, candidate) if trial.holds else trial
         finally:
@@ -201,14 +209,16 @@ def search(
     bed = Bed(session, bench, parent, ptq, OnnxInt8())
     bed.note(step.artifact for step in floats)
     bed.keys.update(start.keys | ranked)
-    right = start.right[_first(start.rows)]
+    task = session.context.task
+    answers = start.evidence[_first(start.rows)]
+    parts = halves(task.ease(answers))
     ledger: _Ledger | None = None
     remarks: list[str] = []
     with bench:
         try:
             execution, untimed = choose_execution(bed, float_graph, by.execution)
             remarks += [f"{remark}." for remark in untimed]
-            ledger = _Ledger(bed, Candidate(float_graph, execution), right, halves(right), by)
+            ledger = _Ledger(bed, Candidate(float_graph, execution), answers, parts, by)
             _run(ledger, order)
         except _SpentError:
             remarks.append(f"No more trials were allowed than {by.max_trials}.")
@@ -219,23 +229,24 @@ def search(
     steps = [*floats, *(step for found in mixed.values() for step in found.steps)]
     final = measure(steps, Bench(session.store, session.context, timing, devices)) if mixed else start
     bed.keys.update(final.keys)
-    choice = choose(final.rows, final.turns, final.right, halves(right), by)
+    choice = choose(final.rows, final.turns, final.evidence, parts, by, task=task)
     of_pair = {step.artifact.name: key for key, found in mixed.items() for step in found.steps}
     chosen = of_pair.get(choice.row.name) if choice.row else None
     bits = dict.fromkeys(layers, 32) if chosen is None else dict.fromkeys(layers, 8) | chosen.bits
     trials = tuple(ledger.trials) if ledger else ()
     found = Found(
         title=f"{session.source.name} on {session.context.data.name}",
+        task=task.name,
         budget=Budget(max_drop=by.max_drop, max_latency_ms=by.max_latency_ms, bits=by.bits),
         method=by.method,
         layers=len(layers),
-        chose=len(halves(right).choose),
+        chose=len(parts.choose),
         trials=trials,
         pair=choice.pair.id if choice.pair else None,
         execution=choice.pair.execution if choice.pair else None,
         bits=bits if choice.pair else {},
         p50=choice.p50,
-        judged=_judged(choice, final, halves(right)),
+        judged=_judged(choice, final, parts, task),
         fastest_float=choice.float_name,
         fastest_float_p50=choice.float_p50,
         why=(),
@@ -292,7 +303,9 @@ def _run(ledger: _Ledger, order: list[str]) -> None:
             given_back(left, kept, lambda single: ledger.holds(Precisions(single, kept - single)))
 
 
-def choose(rows: Sequence[Row], taken: Turns, right: Right, parts: Halves, by: Search) -> Choice:
+def choose(
+    rows: Sequence[Row], taken: Turns, evidence: Mapping[str, Evidence], parts: Halves, by: Search, *, task: Task
+) -> Choice:
     """Return the fastest pair within the budget, float or not.
 
     An int8 pair that a float execution beats is never returned.
@@ -300,18 +313,19 @@ def choose(rows: Sequence[Row], taken: Turns, right: Right, parts: Halves, by: S
     Args:
         rows: everything that was measured in turns, the baseline first.
         taken: the turns.
-        right: which images each pair answers correctly.
+        evidence: of each pair, by id.
         parts: which images choose.
         by: the budget.
+        task: what the network is for.
     """
-    baseline, speeds, yardstick = right[_first(rows)], taken.speeds, taken.yardstick
+    baseline, speeds, yardstick = evidence[_first(rows)], taken.speeds, taken.yardstick
     measured = [(row, pair, pair.measured) for row in rows for pair in row.pairs if pair.measured]
     holding: list[tuple[Row, Pair, Measured]] = []
     refused: dict[str, str] = {}
     beaten: dict[str, Ratio] = {}
     for row, pair, found in measured:
         is_float = row.file is not None and row.file.is_float
-        delta = _difference(baseline, right[pair.id], parts.choose).delta
+        delta = _difference(task, baseline, evidence[pair.id], parts.choose).delta
         if not within(delta, by.max_drop):
             refused[pair.id] = f"loses {-delta * 100:.2f} points"
         elif not is_float and found.speedup.value < 1:
@@ -345,20 +359,21 @@ def _as_good(other: tuple[Row, Pair, Measured], first: tuple[Row, Pair, Measured
     return not falls_behind(level(speeds[first[1].id].medians(), speeds[other[1].id].medians()))
 
 
-def _judged(choice: Choice, final: Measurements, parts: Halves) -> Judgement | None:
+def _judged(choice: Choice, final: Measurements, parts: Halves, task: Task) -> Judgement | None:
     """Return the accuracy of the chosen pair on the images that did not choose."""
     if choice.pair is None:
         return None
-    first, right = _first(final.rows), final.right[choice.pair.id]
+    first, own = _first(final.rows), final.evidence[choice.pair.id]
+    same = choice.pair.id == first
     return Judgement(
         images=len(parts.judge),
-        top1=float(right[parts.judge].mean()),
-        difference=None if choice.pair.id == first else _difference(final.right[first], right, parts.judge),
+        score=task.score(rows_of(own, parts.judge)),
+        difference=None if same else _difference(task, final.evidence[first], own, parts.judge),
     )
 
 
-def _difference(baseline: NDArray[np.bool_], right: NDArray[np.bool_], images: NDArray[np.int64]) -> Difference:
-    return Difference.of(paired_difference(baseline[images], right[images]))
+def _difference(task: Task, baseline: Evidence, own: Evidence, images: NDArray[np.int64]) -> Difference:
+    return Difference.of(task.difference(rows_of(baseline, images), rows_of(own, images)))
 
 
 def _stages(steps: list[Step], rows: Sequence[Row], chosen: Row | None) -> list[dict[str, Any]]:

@@ -78,7 +78,8 @@ def _trials(found: Found) -> str:
     held, tried = sum(trial.holds for trial in found.trials), len(found.trials)
     return (
         f"{tried} {'trial' if tried == 1 else 'trials'} of {found.layers} layers ({found.method}), judged by "
-        f"{found.chose:,} of the evaluation images; top-1 within {found.budget.max_drop * 100:g} points in {held}."
+        f"{found.chose:,} of the evaluation images; {found.metric} within "
+        f"{found.budget.max_drop * 100:g} points in {held}."
     )
 
 
@@ -145,7 +146,7 @@ def _judged(found: Found) -> list[str]:
     else:
         verdict = "MORE than the budget: it was kept on the images that chose, and is not on these"
     return [
-        f"On the other {found.judged.images:,} images, which had no part in the choice, top-1 is "
-        f"{found.judged.top1 * 100:.2f} %, {points(difference.delta)} points from the baseline's "
+        f"On the other {found.judged.images:,} images, which had no part in the choice, {found.metric} is "
+        f"{found.judged.score * 100:.2f} %, {points(difference.delta)} points from the baseline's "
         f"({points(difference.low)} to {points(difference.high)}): {verdict}."
     ]

@@ -12,7 +12,6 @@ from optimize.measure.figures import Difference
 from optimize.measure.latency import Speed
 from optimize.measure.machine import machine
 from optimize.measure.rows import Skip
-from optimize.measure.statistics import paired_difference
 from optimize.measure.timing import Timing
 from optimize.passes.onnx import Onnx
 from optimize.passes.onnx_int8 import OnnxInt8
@@ -22,6 +21,7 @@ from optimize.precision.quantizable_layers import layers_of
 from optimize.precision.trials import Bed, Precisions, fastest_execution, require_engine, require_execution
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
+from optimize.tasks.base import Task
 from serve.runtime.engines.base import execution_id
 from serve.runtime.errors import PipelineError, UserError
 
@@ -96,7 +96,7 @@ def sensitivity(
             contestants = list({each.id: each for each in (start, whole, trial)}.values())
             speeds = bed.speeds(contestants)
             slow, fast = (trial, whole) if beside is whole else (beside, trial)
-            return _figure(expected, found, speeds[trial.id], speeds[slow.id], speeds[fast.id])
+            return _figure(session.context.task, (expected, found), speeds[trial.id], speeds[slow.id], speeds[fast.id])
 
         def tried(left: frozenset[str], beside: Candidate, said: str) -> Figure | Skip:
             listener.started(said)
@@ -136,8 +136,9 @@ def sensitivity(
             config=ptq.model_dump(mode="json"),
             execution=chosen,
             runs_on=execution_id(chosen),
-            images=len(expected.first),
-            top1=expected.top1,
+            task=session.context.task.name,
+            images=expected.images,
+            score=session.context.task.score(expected.evidence),
             p50=p50,
             whole=whole_figure,
             layers=found,
@@ -174,12 +175,13 @@ def subject(artifact: Artifact, ptq: Ptq | None) -> tuple[Artifact, Ptq]:
     return found, ptq or Ptq()
 
 
-def _figure(expected: Answers, found: Answers, own: Speed, slow: Speed, fast: Speed) -> Figure:
-    """Return a trial's figure. The gain is from ``slow`` to ``fast``."""
+def _figure(task: Task, answers: tuple[Answers, Answers], own: Speed, slow: Speed, fast: Speed) -> Figure:
+    """Return a trial's figure. ``answers`` are the float graph's and its own, the gain is from ``slow`` to ``fast``."""
+    expected, found = answers
     won: Callable[[Speed], list[float]] = Speed.medians
     return Figure(
-        top1=found.top1,
-        difference=Difference.of(paired_difference(expected.first.numpy(), found.first.numpy())),
+        score=task.score(found.evidence),
+        difference=Difference.of(task.difference(expected.evidence, found.evidence)),
         sqnr_db=least_sqnr(expected, found),
         p50=statistics.median(own.medians()),
         won_ms=statistics.median(before - after for before, after in zip(won(slow), won(fast), strict=True)),

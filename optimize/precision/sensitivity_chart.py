@@ -40,7 +40,7 @@ def sensitivity_svg(found: Sensitivity) -> bytes:
         panels: Sequence[Axes] = drawing.subplots(1, 3, sharey=True)
         for said, colour, figures, shift in pairs:
             _bars(panels, figures, said, colour, shift)
-        titles = ("top-1, points from float", "SQNR of the logits, dB", "won by int8, ms an image")
+        titles = (f"{found.metric}, points from float", "SQNR of the logits, dB", "won by int8, ms an image")
         for axes, title in zip(panels, titles, strict=True):
             axes.set_title(title, color=PAPER.ink, fontsize=9)
             axes.grid(axis="x", color=PAPER.grid, linewidth=0.8)

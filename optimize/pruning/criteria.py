@@ -10,7 +10,6 @@ from torch import fx
 
 from optimize.context import Context
 from optimize.pruning.groups import Grouping
-from optimize.training.objective import label_loss
 from serve.runtime.images.image_preprocessing import normalise
 from serve.runtime.outputs import first_output
 
@@ -66,7 +65,8 @@ def first_order(graph_module: fx.GraphModule, grouping: Grouping, context: Conte
             weight.requires_grad_(True)
         for done, (pixels, labels) in enumerate(batches, start=1):
             inputs = normalise(pixels, context.preprocessing, context.device, torch.float32)
-            loss = label_loss(first_output(graph_module(inputs)), labels.to(context.device), context.probabilities)
+            output = first_output(graph_module(inputs))
+            loss = context.task.loss(output, labels.to(context.device), context.probabilities)
             gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
                 # None: the loss does not depend on it.

@@ -25,10 +25,10 @@ from optimize.export.program import write_program, write_script
 from optimize.measure.chosen_executions import check_wanted
 from optimize.measure.machine import machine
 from optimize.measure.relative_times import Shares
-from optimize.measure.statistics import RatioInterval
 from optimize.measure.timing import Timing, Wanted
 from optimize.pruning.groups import Grouping
 from optimize.pruning.surgery import remove
+from optimize.statistics import RatioInterval
 from optimize.store.atomic_files import write_json
 from optimize.tracing.folding import fuse_module
 from optimize.training.checkpoints import fingerprint

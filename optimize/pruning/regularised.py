@@ -136,7 +136,7 @@ def sparsify(
     note = (
         f"trained {len(result.epochs)} epochs with a pull on channels ({config.pull}, strength {config.strength:g}): "
         f"{after:.0%} of those that can be removed are below {_WEAK:g} of their group's mean, {before:.0%} before; "
-        f"top-1 {result.held_out_top1:.4f} on {result.held_out_images} held-out images"
+        f"{result.metric} {result.held_out_score:.4f} on {result.held_out_images} held-out images"
     )
     return FineTuned((note, *result.notes), (result.history,))
 

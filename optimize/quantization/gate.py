@@ -10,14 +10,15 @@ import torch
 from pydantic import Field
 
 from optimize.errors import PassError
-from optimize.measure.statistics import sqnr_db
+from optimize.statistics import sqnr_db
 from optimize.store.artifact import REFERENCE_FILE
+from optimize.tasks.base import Task
 from serve.common.config import Config
 from serve.runtime.card.card import LOGITS
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.model_files.program_file import load_program
 from serve.runtime.model_files.script_file import load_script
-from serve.runtime.outputs import Answer, as_outputs, first_output
+from serve.runtime.outputs import Answer, as_outputs
 
 #: Number of training images on which answers are compared.
 IMAGES = 32
@@ -41,18 +42,21 @@ class Gate(Config):
         default=0.3,
         ge=0,
         le=1,
-        description="lowest allowed share of those images with the same top-1 class",
+        description="lowest allowed share of those images, or of their parts, with the same answer",
     )
 
 
-def check_answers(expected: Answer, found: Answer, gate: Gate, parties: str, names: Sequence[str] = (LOGITS,)) -> str:
-    """Compare the outputs for a batch. The first output is logits ``(N, classes)``.
+def check_answers(
+    expected: Answer, found: Answer, gate: Gate, parties: str, *, task: Task, names: Sequence[str] = (LOGITS,)
+) -> str:
+    """Compare the outputs for a batch.
 
     Args:
         expected: outputs of the artifact's source.
         found: outputs of the artifact.
         gate: the limits.
         parties: what is compared, for the message, such as ``int8 against its float parent``.
+        task: what the network is for.
         names: names of the outputs.
 
     Returns:
@@ -62,11 +66,10 @@ def check_answers(expected: Answer, found: Answer, gate: Gate, parties: str, nam
         PassError: they agree too little, or ``found`` is not finite.
     """
     _require_finite(found, parties)
-    first, other = first_output(found), first_output(expected)
-    same = int((other.argmax(1) == first.argmax(1)).sum())
+    alike = task.likeness(as_outputs(expected), as_outputs(found))
     ratios = dict(zip(names, each_sqnr(expected, found), strict=True))
-    note = f"{parties}: {_spelled(ratios)}, same top-1 on {same} of {len(first)} training images"
-    if min(ratios.values()) < gate.min_sqnr or same < gate.min_agreement * len(first):
+    note = f"{parties}: {_spelled(ratios)}, {alike.said}"
+    if min(ratios.values()) < gate.min_sqnr or alike.share < gate.min_agreement:
         raise PassError(
             f"{note}; this is broken (min_sqnr is {gate.min_sqnr:g} dB, min_agreement {gate.min_agreement:g})"
         )
@@ -82,7 +85,14 @@ def _spelled(ratios: Mapping[str, float]) -> str:
 
 
 def check_quantized(
-    folder: Path, file: str, images: torch.Tensor, expected: Answer, gate: Gate, *, names: Sequence[str] = (LOGITS,)
+    folder: Path,
+    file: str,
+    images: torch.Tensor,
+    expected: Answer,
+    gate: Gate,
+    *,
+    task: Task,
+    names: Sequence[str] = (LOGITS,),
 ) -> str:
     """Check that torch's kernels compute what an int8 program's integers mean, and that it answers as ``expected``.
 
@@ -92,6 +102,7 @@ def check_quantized(
         images: normalised training images, ``float32 (N, C, H, W)``.
         expected: outputs of the source in float arithmetic.
         gate: the limits.
+        task: what the network is for.
         names: names of the outputs.
 
     Returns:
@@ -103,7 +114,9 @@ def check_quantized(
     with torch.no_grad():
         meant = load_program(folder / REFERENCE_FILE).module()(images)
     if file == REFERENCE_FILE:
-        return check_answers(expected, meant, gate, "what the integers mean against float arithmetic", names)
+        return check_answers(
+            expected, meant, gate, "what the integers mean against float arithmetic", task=task, names=names
+        )
     use_int8_kernels()
     with torch.no_grad():
         found = load_script(folder / file, torch.device("cpu"))(images)
@@ -117,7 +130,7 @@ def check_quantized(
                 f"torch's int8 kernels compute wrong results for these integers: SQNR {lost:.1f} dB, but exact "
                 f"arithmetic has {kept:.1f}"
             )
-    return check_answers(expected, found, gate, parties, names)
+    return check_answers(expected, found, gate, parties, task=task, names=names)
 
 
 def _require_finite(found: Answer, parties: str) -> None:

@@ -167,6 +167,6 @@ def quantize(
     calibrate(prepared, context, shown)
     write_effects(recover(prepared, context, shown, config), folder)
     product = front.write(prepared.cpu(), folder)
-    note = check_quantized(folder, product.file, images, expected, config, names=parent.card.outputs)
+    note = check_quantized(folder, product.file, images, expected, config, task=context.task, names=parent.card.outputs)
     said = (tried,) if tried else ()
     return dataclasses.replace(product, notes=(*product.notes, *said, *overridden, note))

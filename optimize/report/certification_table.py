@@ -12,7 +12,8 @@ from rich.text import Text
 from optimize.certify.layer_findings import LEAST_EQUAL, MOST_STEPS, Engine, LayerParity, Unable
 from optimize.report.console import output
 from optimize.report.number_format import NONE, count, plural
-from optimize.report.parity_text import HEADS, explained, missing, rows
+from optimize.report.parity_text import explained, heads, missing, rows
+from optimize.tasks.base import Task
 from serve.runtime.card.certificate import Certificate
 
 
@@ -23,7 +24,7 @@ def print_engines(engines: Sequence[Engine]) -> None:
         typer.echo(f"{engine.execution}: {verdict(engine)}\n")
 
 
-def print_parity(name: str, certificate: Certificate | None) -> None:
+def print_parity(name: str, certificate: Certificate | None, task: Task) -> None:
     """Print the parity certificate end to end, or why there is none."""
     if certificate is None:
         typer.echo(
@@ -31,12 +32,12 @@ def print_parity(name: str, certificate: Certificate | None) -> None:
             "it did not measure it"
         )
         return
-    table = _table(f"{name}, end to end", HEADS)
+    table = _table(f"{name}, end to end", heads(task))
     for agreement in certificate.agreements:
         for row in rows(agreement):
             table.add_row(*map(Text, row), style="" if agreement.holds else "red")
     output().print(table)
-    typer.echo(explained(certificate))
+    typer.echo(explained(certificate, task))
     for line in missing(certificate):
         typer.echo(f"not compared: {line}")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from optimize.measure.figures import Measured, OutputParity, Parity, Ratio, Timed
 from optimize.measure.rows import FLOAT_GRAPHS, Results
@@ -27,6 +27,7 @@ from optimize.report.number_format import (
     times,
 )
 from optimize.report.table_rows import Line, lines
+from optimize.tasks.base import Metric, find_task
 
 SLOWER = "slower than its parent"
 
@@ -171,7 +172,7 @@ def _moved(measured: Measured) -> Cell:
 
 def _agreement(measured: Measured) -> Cell:
     parity = measured.parity
-    return Cell(percent(parity.top1_agreement), (f"as {parity.reference}",)) if parity else EMPTY
+    return Cell(percent(parity.agreement), (f"as {parity.reference}",)) if parity else EMPTY
 
 
 def _sqnr(measured: Measured) -> Cell:
@@ -208,11 +209,32 @@ def _made(line: Line, _: Results) -> Cell:
     return Cell(seconds(row.seconds), (f"on {day(row.made)}",) if row.cached and row.made else ())
 
 
-#: In the order of the table. The name of the line comes before them.
-COLUMNS: tuple[Column, ...] = (
+def columns_of(results: Results) -> tuple[Column, ...]:
+    """Return the columns in the order of the table, with the task's own. The name of the line comes before them."""
+    task = find_task(results.task)
+    score, *others = task.metrics
+    found = []
+    for column in _COLUMNS:
+        if column.key == "delta":
+            found.append(_score(score, "score", rank=1))
+        elif column.key == "moved":
+            found += [_score(metric, metric.key, table="details") for metric in others]
+        elif column.key == "sqnr":
+            same = task.agreement
+            cell = _measured(_agreement)
+            found.append(Column("agreement", same.title, "%", cell, table="details", fields=(f"parity.{same.key}",)))
+        found.append(column)
+    return tuple(found)
+
+
+def _score(metric: Metric, key: str, **place: Any) -> Column:
+    cell = _measured(lambda measured: percent(measured.accuracy.scores[metric.key]))
+    return Column(key, metric.title, "%", cell, fields=(f"accuracy.{metric.key}",), **place)
+
+
+_COLUMNS: tuple[Column, ...] = (
     Column("runs_on", "runs on", "", _runs_on, rank=1, left=True, fields=("execution.engine", "execution.device")),
     Column("precision", "precision", "", _precision, rank=6, left=True, fields=("file.precision",)),
-    Column("top1", "top-1", "%", _measured(lambda m: percent(m.accuracy.top1)), rank=1, fields=("accuracy.top1",)),
     Column("delta", "Δ", "points", _measured(_difference), rank=1, fields=("accuracy.difference.delta",)),
     Column(
         "interval",
@@ -247,9 +269,6 @@ COLUMNS: tuple[Column, ...] = (
     Column("throughput", "img/s", "", _timed(_throughput), rank=4, fields=("throughput",)),
     Column("size", "size", "", _size, rank=1, fields=("file.bytes",)),
     Column(
-        "top5", "top-5", "%", _measured(lambda m: percent(m.accuracy.top5)), table="details", fields=("accuracy.top5",)
-    ),
-    Column(
         "moved",
         "gained, lost",
         "",
@@ -257,7 +276,6 @@ COLUMNS: tuple[Column, ...] = (
         table="details",
         fields=("accuracy.difference.gained", "accuracy.difference.lost"),
     ),
-    Column("agreement", "same top-1", "%", _measured(_agreement), table="details", fields=("parity.top1_agreement",)),
     Column("sqnr", "SQNR", "dB", _measured(_sqnr), table="details", fields=("parity.sqnr_db",)),
     Column("apart", "largest difference", "", _measured(_apart), table="details", fields=("parity.max_abs",)),
     Column(

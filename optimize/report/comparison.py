@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from optimize.measure.rows import Recommendation, Reference, Results, Row
-from optimize.report.columns import COLUMNS
+from optimize.report.columns import columns_of
 from optimize.report.console import text
 from optimize.report.number_format import plural
 from optimize.report.page import fragment, plot
@@ -104,13 +104,11 @@ class Comparison:
             row = {name: value for name, value in line.row.to_json().items() if name != "pairs"}
             flat.append(row | pair | measured)
         frame = pandas.json_normalize(flat).set_index("name")
-        return frame[sorted(frame.columns, key=_place)]
+        # The fields of the table's columns come first, and the reason if these are empty. Others keep their order.
+        fields = (name for column in columns_of(self.results) for name in column.fields)
+        first = (*fields, "skip.kind", "skip.reason")
 
+        def place(column: object) -> int:
+            return next((at for at, name in enumerate(first) if f"{column}.".startswith(f"{name}.")), len(first))
 
-#: The first columns of a data frame: the fields of the table's columns, and the reason if these are empty.
-_FIRST = (*(name for column in COLUMNS for name in column.fields), "skip.kind", "skip.reason")
-
-
-def _place(column: object) -> int:
-    """Return the position of a data frame's column. Columns that are not in the table keep their order."""
-    return next((place for place, name in enumerate(_FIRST) if f"{column}.".startswith(f"{name}.")), len(_FIRST))
+        return frame[sorted(frame.columns, key=place)]

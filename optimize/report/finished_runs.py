@@ -17,12 +17,12 @@ from serve.runtime.card.card import CARD_FILE, Card, load_card, read_card
 from serve.runtime.errors import UserError, did_you_mean
 
 #: The heads of `RunSummary.cells`.
-HEADS = ("run", "model", "data", "artifacts", "recommended", "top-1 %", "speed", "measured")
+HEADS = ("run", "model", "data", "artifacts", "recommended", "accuracy %", "speed", "measured")
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One line about a run. ``top1`` and ``speedup`` are those of the recommended pair.
+    """One line about a run. ``score`` and ``speedup`` are those of the recommended pair.
 
     A speed-up is relative to the run's own fastest float execution, because times of different measurements are not
     comparable.
@@ -33,7 +33,7 @@ class RunSummary:
     data: str
     artifacts: int
     recommended: str | None
-    top1: float | None
+    score: float | None
     speedup: float | None
     taken: str
 
@@ -45,7 +45,7 @@ class RunSummary:
             self.data,
             str(self.artifacts),
             self.recommended or NONE,
-            percent(self.top1),
+            percent(self.score),
             times(self.speedup),
             self.taken,
         )
@@ -66,7 +66,7 @@ def read_runs(store: Path) -> Iterator[RunSummary | UserError]:
             data=report.data.name,
             artifacts=sum(row.file is not None for row in report.rows),
             recommended=report.recommendation.pair,
-            top1=measured.accuracy.top1 if measured else None,
+            score=measured.accuracy.score if measured else None,
             speedup=measured.speedup.value if measured else None,
             taken=moment(report.measurement.taken),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from optimize.measure.rows import Report, Results, Row
 from optimize.report import parity_text
-from optimize.report.columns import COLUMNS, Column, family_of
+from optimize.report.columns import Column, columns_of, family_of
 from optimize.report.lineage import layout
 from optimize.report.number_format import count, day, figure, moment, number, percent, plain, plural, seconds
 from optimize.report.report_text import facts, method, notes, verdict, yardsticks
@@ -18,6 +19,7 @@ from optimize.report.stored_charts import Charts
 from optimize.report.table_rows import Line, lines, others, references, shown
 from optimize.store.atomic_files import write_atomically
 from optimize.store.training_history import PARTS, History, shares
+from optimize.tasks.base import find_task
 
 if TYPE_CHECKING:
     import jinja2
@@ -64,11 +66,12 @@ def write_html(
     path: Path,
     charts: Charts,
     profiles: Sequence[LayerChart] = (),
-    columns: Sequence[Column] = COLUMNS,
+    columns: Sequence[Column] | None = None,
 ) -> None:
     """Write the report as one self-contained page without scripts."""
     from markupsafe import Markup
 
+    columns, task = columns or columns_of(report), find_task(report.task)
     page = (
         _environment()
         .get_template("report.html.j2")
@@ -80,7 +83,9 @@ def write_html(
             notes=notes(report),
             effects=[(row.name, row.effects) for row in report.rows if row.effects],
             parities=[(row.name, row.certificate) for row in report.rows if row.certificate],
-            parity_heads=parity_text.HEADS,
+            parity_heads=parity_text.heads(task),
+            of=functools.partial(parity_text.explained, task=task),
+            task=task,
             taken=moment(report.measurement.taken),
             created=moment(report.created),
             results=[column for column in columns if column.table == "results"],
@@ -104,8 +109,9 @@ def write_html(
     write_atomically(path, page.encode())
 
 
-def fragment(results: Results, columns: Sequence[Column] = COLUMNS) -> str:
+def fragment(results: Results, columns: Sequence[Column] | None = None) -> str:
     """Return the table of results as an HTML element for a notebook."""
+    columns = columns or columns_of(results)
     template = _environment().get_template("comparison.html.j2")
     return template.render(
         results=results,
@@ -143,7 +149,6 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {
         "figure": figure,
         "parity": parity_text.rows,
-        "of": parity_text.explained,
         "missing": parity_text.missing,
     }
     return environment

@@ -6,17 +6,21 @@ from collections.abc import Iterator
 
 from optimize.measure.rows import Results, Row
 from optimize.report.number_format import NONE, count, number, percent, points, signed, small
+from optimize.tasks.base import Task, find_task
 from serve.runtime.card.certificate import LEAST_AGREEMENT, Agreement, Certificate, OutputAgreement
 
-#: The heads above a table of `rows`.
-HEADS = ("execution", "same top-1 %", "SQNR dB", "largest difference", "Δ top-1", "95 %", "gained, lost")
+
+def heads(task: Task) -> tuple[str, ...]:
+    """Return the heads above a table of `rows`."""
+    same, score = task.agreement.title, task.metric.title
+    return ("execution", f"{same} %", "SQNR dB", "largest difference", f"Δ {score}", "95 %", "gained, lost")
 
 
 def rows(agreement: Agreement) -> list[tuple[str, ...]]:
-    """Return an agreement as text, under `HEADS`: a row, and another for each output behind the logits."""
+    """Return an agreement as text, under `heads`: a row, and another for each output behind the logits."""
     first = (
         agreement.execution,
-        percent(agreement.top1_agreement),
+        percent(agreement.agreement),
         _sqnr(agreement),
         _apart(agreement),
         points(agreement.delta),
@@ -27,14 +31,15 @@ def rows(agreement: Agreement) -> list[tuple[str, ...]]:
     return [first, *((name, NONE, _sqnr(each), _apart(each), NONE, NONE, NONE) for name, each in others)]
 
 
-def explained(certificate: Certificate) -> str:
+def explained(certificate: Certificate, task: Task) -> str:
     """Explain the figures in one sentence."""
     step = f"; a step is {small(certificate.step)}, the scale of the answer's quantizer" if certificate.step else ""
     packed = " torchscript ran the packed program that the graph was made from." if _is_of_graph(certificate) else ""
     return (
         f"Against torch's reference program (the same integers, in float arithmetic) on {count(certificate.images)} "
-        f"validation images, logits on {count(certificate.logits_of)} of them{step}.{packed} Aim: the same top-1 on at "
-        f"least {percent(LEAST_AGREEMENT)} % of the images, and an interval that contains 0."
+        f"validation images, logits on {count(certificate.logits_of)} of them{step}.{packed} Aim: the "
+        f"{task.agreement.title} on at least {percent(LEAST_AGREEMENT)} % of the {task.counted}, and an "
+        "interval that contains 0."
     )
 
 
@@ -45,13 +50,14 @@ def missing(certificate: Certificate) -> list[str]:
 
 def parity_lines(results: Results) -> Iterator[str]:
     """Yield a line for each certified artifact."""
+    same = find_task(results.task).agreement.title
     for row in results.rows:
         if row.certificate is None:
             continue
         packed = f" (on {_program(row, results)})" if _is_of_graph(row.certificate) else ""
         said = [
-            f"{entry.execution}{packed if _is_torchs(entry.execution) else ''} {percent(entry.top1_agreement)} % same "
-            f"top-1, SQNR {_sqnr(entry)} dB, at most {_apart(entry)} apart, {points(entry.delta)} points"
+            f"{entry.execution}{packed if _is_torchs(entry.execution) else ''} {percent(entry.agreement)} % {same}, "
+            f"SQNR {_sqnr(entry)} dB, at most {_apart(entry)} apart, {points(entry.delta)} points"
             f"{''.join(f', {o.output} SQNR {_sqnr(o)} dB and at most {_apart(o)} apart' for o in entry.others)}"
             f"{'' if entry.holds else ' (NOT within the aim)'}"
             for entry in row.certificate.agreements

@@ -20,6 +20,7 @@ from optimize.report.drawing import PAGE, PAPER, SETTINGS, Palette, canvas, inli
 from optimize.report.label_placement import End, Label, label_ends, place_labels
 from optimize.report.number_format import Family, number, size
 from optimize.report.table_rows import Line, lines, others, shown
+from optimize.tasks.base import find_task
 
 _MARKERS: dict[Family, str] = {"float": "o", "half": "D", "int": "s"}
 _WORDS: dict[Family, str] = {"float": "32-bit float", "half": "16-bit float", "int": "8-bit integer"}
@@ -34,7 +35,7 @@ class Point:
 
     name: str
     latency: float
-    top1: float
+    score: float
     bounds: tuple[float, float] | None
     bytes: float
     family: Family
@@ -53,8 +54,13 @@ def pareto_svg(results: Results) -> str:
     """Return the accuracy/latency plot for a page, or a sentence if nothing was measured."""
     if not (found := marks(results)):
         return "<p>No artifact has both an accuracy and a latency.</p>"
-    spoken = "; ".join(f"{p.name}: {100 * p.top1:.2f} % at {number(p.latency)} ms" for p in found if not p.beside)
-    return inline(_pareto(found, PAGE), f"Top-1 accuracy against median latency of {spoken}.", "pareto")
+    spoken = "; ".join(f"{p.name}: {100 * p.score:.2f} % at {number(p.latency)} ms" for p in found if not p.beside)
+    metric = find_task(results.task).metric.title
+    return inline(
+        _pareto(found, PAGE, metric),
+        f"{metric[:1].upper()}{metric[1:]} accuracy against median latency of {spoken}.",
+        "pareto",
+    )
 
 
 def pareto_image(results: Results, kind: str) -> bytes:
@@ -76,7 +82,7 @@ def pareto_figure(results: Results) -> Figure:
     """
     if not (found := marks(results)):
         raise ValueError("no artifact has both an accuracy and a latency, so there is nothing to plot")
-    return _pareto(found, PAPER, title=results.title)
+    return _pareto(found, PAPER, find_task(results.task).metric.title, title=results.title)
 
 
 def throughput_svg(results: Results) -> str:
@@ -128,7 +134,7 @@ def marks(results: Results) -> list[Point]:
                 Point(
                     name=line.name if line.first else line.id,
                     latency=line.measured.latency_ms.p50,
-                    top1=line.measured.accuracy.top1,
+                    score=line.measured.accuracy.score,
                     bounds=_bounds(line.measured.accuracy) if line.first else None,
                     bytes=row.file.bytes if row.file else 0,
                     family=family_of(line),
@@ -144,7 +150,7 @@ def _bounds(accuracy: Accuracy) -> tuple[float, float] | None:
     """Return the ends of the whisker: the baseline's accuracy plus the interval of the difference, within 0 and 1."""
     if (difference := accuracy.difference) is None:
         return None
-    start = accuracy.top1 - difference.delta
+    start = accuracy.score - difference.delta
     return max(start + difference.low, 0.0), min(start + difference.high, 1.0)
 
 
@@ -157,13 +163,13 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-def _pareto(points: list[Point], palette: Palette, title: str = "") -> Figure:
+def _pareto(points: list[Point], palette: Palette, metric: str, title: str = "") -> Figure:
     with mpl.rc_context(SETTINGS):
         figure, axes = canvas(palette, height=5.0, right=0.98, top=0.88 if title else 0.93)
         if title:
             axes.set_title(f"{title}: accuracy and latency", loc="left", fontweight="bold", pad=26)
         xs = [p.latency for p in points]
-        ys = [100 * v for p in points for v in (p.top1, *(p.bounds or ()))]
+        ys = [100 * v for p in points for v in (p.score, *(p.bounds or ()))]
         axes.set_xscale("log")
         axes.set_xlim(min(xs) / 1.35, max(xs) * 1.5)
         pad = max(0.09 * (max(ys) - min(ys)), 0.3)
@@ -173,11 +179,11 @@ def _pareto(points: list[Point], palette: Palette, title: str = "") -> Figure:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.yaxis.set_major_locator(MaxNLocator(7))
         axes.set_xlabel("median latency of one image, ms (log scale; further left is faster)")
-        axes.set_ylabel("top-1 accuracy, %")
+        axes.set_ylabel(f"{metric} accuracy, %")
 
-        front = [points[i] for i in pareto_front([(p.latency, p.top1) for p in points])]
+        front = [points[i] for i in pareto_front([(p.latency, p.score) for p in points])]
         steps_x = [*(p.latency for p in front), axes.get_xlim()[1]]
-        steps_y = [*(100 * p.top1 for p in front), 100 * front[-1].top1]
+        steps_y = [*(100 * p.score for p in front), 100 * front[-1].score]
         if len(points) > 1:
             axes.step(
                 steps_x, steps_y, where="post", color=palette.front, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1
@@ -190,11 +196,11 @@ def _pareto(points: list[Point], palette: Palette, title: str = "") -> Figure:
             _mark(axes, point, area, palette)
             whisker = (100 * point.bounds[0], 100 * point.bounds[1]) if point.bounds else None
             if not point.beside:
-                at = (point.latency, 100 * point.top1)
+                at = (point.latency, 100 * point.score)
                 labels.append(Label(point.label, at, area, whisker, bold=point.recommended))
         _legend(axes, palette, sorted({p.family for p in points}), front=len(points) > 1)
         corners = list(zip(steps_x, steps_y, strict=True))
-        unnamed = [(p.latency, 100 * p.top1) for p in points if p.beside]
+        unnamed = [(p.latency, 100 * p.score) for p in points if p.beside]
         place_labels(figure, axes, labels, palette, front=corners, unnamed=unnamed)
     return figure
 
@@ -208,10 +214,10 @@ def _mark(axes: Axes, point: Point, area: float, palette: Palette) -> None:
             axes.plot(point.latency, 100 * bound, marker="_", color=colour, markersize=7, alpha=0.55)
     if point.recommended:
         ring = (math.sqrt(area) + 7) ** 2
-        axes.scatter(point.latency, 100 * point.top1, s=ring, facecolor="none", edgecolor=palette.ink, zorder=4)
+        axes.scatter(point.latency, 100 * point.score, s=ring, facecolor="none", edgecolor=palette.ink, zorder=4)
     axes.scatter(
         point.latency,
-        100 * point.top1,
+        100 * point.score,
         s=area,
         marker=_MARKERS[point.family],
         facecolor=colour,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from optimize.measure.figures import Accuracy, Measured
 from optimize.measure.rows import Data, Measurement, Pair, Report, Results, Row
-from optimize.measure.statistics import ENOUGH
 from optimize.report.number_format import (
     NONE,
     count,
@@ -20,7 +19,9 @@ from optimize.report.number_format import (
     times,
 )
 from optimize.report.table_rows import lines
+from optimize.statistics import ENOUGH
 from optimize.store.layer_effects import WHOLE
+from optimize.tasks.base import find_task
 
 Fact = tuple[str, str]
 
@@ -31,7 +32,7 @@ def verdict(results: Results) -> str:
     if chosen is None or pair is None or pair.measured is None:
         return "No artifact is recommended."
     found = [*_why_the_baseline(results), _speed(results, pair, pair.measured), *_smaller(chosen, start)]
-    found.append(_as_accurate(pair.measured.accuracy))
+    found.append(_as_accurate(pair.measured.accuracy, find_task(results.task).metric.title))
     return f"{pair.id} is recommended: {'; '.join(found)}."
 
 
@@ -66,12 +67,12 @@ def _smaller(chosen: Row, start: Row) -> list[str]:
     return [f"{size(chosen.file.bytes)} instead of {size(start.file.bytes)}"]
 
 
-def _as_accurate(accuracy: Accuracy) -> str:
+def _as_accurate(accuracy: Accuracy, metric: str) -> str:
     d = accuracy.difference
     if d is None:
-        return f"top-1 {percent(accuracy.top1)} %"
+        return f"{metric} {percent(accuracy.score)} %"
     interval = f"95 % interval {points(d.low)} to {points(d.high)}"
-    return f"top-1 {percent(accuracy.top1)} % ({points(d.delta)} points, {interval})"
+    return f"{metric} {percent(accuracy.score)} % ({points(d.delta)} points, {interval})"
 
 
 def yardsticks(results: Results) -> str:
@@ -130,8 +131,7 @@ def method(results: Results) -> list[str]:
         f"Throughput was taken at batch sizes {sizes}; the best of them is in the table.",
         *_coverage(results),
         "Files are opened by the same runtime that serves them, from the same bytes on disk.",
-        "Accuracy differences compare the same images under both models; their 95 % interval is Tango's score interval "
-        "for paired proportions, and is the wider the more images changed sides (gained and lost).",
+        find_task(results.task).method,
         "SQNR is the energy of the reference's outputs over that of the difference, in decibels; “exact” means equal "
         "to the last bit.",
         "Memory is the peak of the process above that of an idle one.",

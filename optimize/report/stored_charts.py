@@ -16,6 +16,7 @@ from optimize.measure.rows import Report
 from optimize.store.keys import ChartsKey
 from optimize.store.objects import Store
 from optimize.store.sources import source_digest
+from optimize.tasks.base import find_task
 
 #: Fields of a report and of its rows that differ between runs with the same results. No chart shows them.
 _OF_THE_RUN: Final = frozenset({"created", "seconds", "measurement"})
@@ -46,6 +47,7 @@ class Charts:
 
 def stored_charts(report: Report, store: Store) -> Charts:
     """Return the charts of a report, from the store or newly drawn."""
+    task = find_task(report.task)
 
     def draw(folder: Path) -> None:
         from optimize.report.plots import marks, pareto_image, pareto_svg, throughput_svg
@@ -57,7 +59,8 @@ def stored_charts(report: Report, store: Store) -> Charts:
             (folder / _PAPER).write_bytes(pareto_image(report, "svg"))
         curves = {
             row.name: [
-                curves_svg(history, row.name, f"curves-{place}-{number}") for number, history in enumerate(row.training)
+                curves_svg(history, row.name, f"curves-{place}-{number}", task.metric.title)
+                for number, history in enumerate(row.training)
             ]
             for place, row in enumerate(report.rows)
             if row.training
@@ -65,7 +68,9 @@ def stored_charts(report: Report, store: Store) -> Charts:
         (folder / _CURVES).write_text(json.dumps(curves), encoding="utf-8")
 
     key = ChartsKey(
-        report=drawn_of(report), libraries={"matplotlib": metadata.version("matplotlib")}, code=source_digest(*_PLOTS)
+        report=drawn_of(report),
+        libraries={"matplotlib": metadata.version("matplotlib")},
+        code=source_digest(*_PLOTS, type(task).__module__),
     ).digest
     folder = store.obtain(key, draw, about=f"{report.model} on {report.data.name}: charts").folder
     return Charts(

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optimize.measure.rows import Results
-from optimize.report.columns import COLUMNS, SLOWER, Column, parent_of
+from optimize.report.columns import SLOWER, Column, columns_of, parent_of
 from optimize.report.console import UNBOUNDED, output
 from optimize.report.parity_text import parity_lines
 from optimize.report.report_text import changes, tail, verdict, yardsticks
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 
-def table(results: Results, columns: Sequence[Column] = COLUMNS, *, every: bool = False) -> ResultsTable:
+def table(results: Results, columns: Sequence[Column] | None = None, *, every: bool = False) -> ResultsTable:
     """Return the results as a table with the columns that fit the console.
 
     Args:
         results: the measurements.
-        columns: the columns to choose from.
+        columns: the columns to choose from. None: those of the task.
         every: whether to list each execution of an artifact rather than only its best, and the parity of INT8 ones.
     """
+    columns = columns or columns_of(results)
     ranks = sorted({column.rank for column in columns}, reverse=True)
     found = lines(results, every=every)
     more = tuple(parity_lines(results)) if every else ()
@@ -77,7 +78,7 @@ def _table(results: Results, found: Sequence[Line], columns: Sequence[Column], m
         cells = [Text(("★ " if line.chosen else "  ") + line.name)]
         for column in columns:
             cell = column.cell(line, results)
-            skipped = line.skip is not None and column.key == "top1"
+            skipped = line.skip is not None and column.key == "score"
             text = "skipped" if skipped else f"{cell.text} {cell.alarm}".strip()
             cells.append(Text(text.replace(" to ", " … "), style="bold red" if cell.alarm else ""))
         shown.add_row(*cells, style=_style(line), end_section=number == artifacts)
@@ -103,7 +104,7 @@ def _caption(results: Results, found: Sequence[Line], more: Sequence[str]) -> Te
     for line in found:
         if line.skip is not None:
             lines.append(Text(f"{line.id}: skipped, {line.skip}"))
-        for column in COLUMNS:
+        for column in columns_of(results):
             if line.first and (cell := column.cell(line, results)).alarm:
                 words = f"{line.id}: {cell.text} the speed of {parent_of(line)}, {SLOWER}"
                 lines.append(Text(words, style="red"))

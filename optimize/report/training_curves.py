@@ -11,12 +11,15 @@ from optimize.report.number_format import percent
 from optimize.store.training_history import History
 
 
-def curves_svg(history: History, name: str, prefix: str) -> str:
-    """Return the curves of the training of ``name`` for a page. ``prefix`` makes its ids unique."""
+def curves_svg(history: History, name: str, prefix: str, metric: str) -> str:
+    """Return the curves of the training of ``name`` for a page.
+
+    ``prefix`` makes its ids unique. ``metric`` is the title of the score.
+    """
     with mpl.rc_context(SETTINGS):
         figure, (left, right) = canvases(PAGE, 2, height=2.9)
         _losses(left, history, PAGE)
-        _accuracies(right, history, PAGE)
+        _accuracies(right, history, PAGE, metric)
         first, last = history.points[0].loss, history.points[-1].loss
         spoken = f"Training of {name}: loss {first:.3g} to {last:.3g} in {len(history.epochs)} epochs."
         return inline(figure, spoken, prefix)
@@ -39,9 +42,9 @@ def _losses(axes: Axes, history: History, palette: Palette) -> None:
     rates.set_ylabel("learning rate (dashed)", color=palette.muted)
 
 
-def _accuracies(axes: Axes, history: History, palette: Palette) -> None:
-    """Draw top-1 on the held-out images after each epoch, and before the first if judged. The kept one is ringed."""
-    scores = {number: epoch.held_out_top1 for number, epoch in enumerate(history.epochs, start=1)}
+def _accuracies(axes: Axes, history: History, palette: Palette, metric: str) -> None:
+    """Draw the score on the held-out images after each epoch, and before the first if judged. The kept is ringed."""
+    scores = {number: epoch.held_out_score for number, epoch in enumerate(history.epochs, start=1)}
     if history.before is not None:
         scores = {0: history.before} | scores
     kept = 0 if history.best is None else history.best + 1
@@ -50,7 +53,7 @@ def _accuracies(axes: Axes, history: History, palette: Palette) -> None:
     for drawn in axes.lines:
         drawn.set_clip_on(False)  # the axis ends at 101 %, less than half a ring's height above 100 %
     axes.set_title(f"kept: {percent(scores[kept])} %", fontsize=9, loc="right", color=palette.int)
-    axes.set_ylabel("held-out top-1 (%)")
+    axes.set_ylabel(f"held-out {metric} (%)")
     axes.set_xlabel("epochs")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.margins(y=0.15)

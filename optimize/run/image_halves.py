@@ -6,14 +6,10 @@ it tests all candidates together on all of them (`optimize.run.recommendation.no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-#: Whether each evaluation image is answered correctly, ``bool (n,)``, by pair's id.
-Right = Mapping[str, NDArray[np.bool_]]
 
 _SEED = 0
 
@@ -25,12 +21,13 @@ class Halves(NamedTuple):
     judge: NDArray[np.int64]
 
 
-def halves(right: NDArray[np.bool_]) -> Halves:
+def halves(ease: NDArray[np.generic]) -> Halves:
     """Split the images at random, the same way every time, with equally many easy images in both halves.
 
     Args:
-        right: ``(n,)``, whether the baseline answers each image correctly. Both kinds are split evenly.
+        ease: ``(n,)``, how well the baseline answers each image; see `optimize.tasks.base.Task.ease`. Every level is
+            split evenly.
     """
-    shuffled = np.random.default_rng(_SEED).permutation(len(right))
-    ordered = shuffled[np.argsort(right[shuffled], kind="stable")]
+    shuffled = np.random.default_rng(_SEED).permutation(len(ease))
+    ordered = shuffled[np.argsort(ease[shuffled], kind="stable")]
     return Halves(np.sort(ordered[0::2]), np.sort(ordered[1::2]))

@@ -79,7 +79,9 @@ def run(job: Job, listener: Listener) -> Outcome:
         steps = _build(opened, recipe, listener)
         bench = Bench(session.store, context, recipe.measure, opened.devices, remeasure=job.remeasure)
         measured = measure(steps, bench, functools.partial(graph_of, session), certifying=True)
-        recommendation = recommend(measured.rows, measured.turns.speeds, rule, classes=len(context.data.classes))
+        recommendation = recommend(
+            measured.rows, measured.turns.speeds, rule, context.task, classes=len(context.data.classes)
+        )
         artifacts = {step.artifact.name: step.artifact for step in steps if isinstance(step, Step)}
         gpu = next((device for device in opened.devices if device != "cpu"), "cpu")
         here = Machine.from_json(machine(torch.device(gpu)))
@@ -98,9 +100,11 @@ def run(job: Job, listener: Listener) -> Outcome:
                 machine=here,
                 sample=example,
                 first=measured.first,
+                task=context.task,
             )
             report = Report(
                 title=opened.run,
+                task=context.task.name,
                 model=session.source.reference,
                 created=datetime.datetime.now(datetime.UTC).replace(microsecond=0),
                 seconds=time.perf_counter() - started,

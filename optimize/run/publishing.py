@@ -12,12 +12,12 @@ from typing import Any
 
 from optimize.measure.figures import Measured
 from optimize.measure.rows import Archive, Machine, Pair, Row
-from optimize.measure.statistics import wilson_interval
 from optimize.store.artifact import Artifact
 from optimize.store.atomic_files import TEMPORARY, write_atomically, write_json
 from optimize.store.keys import ArchiveKey
 from optimize.store.objects import Store
 from optimize.store.sources import code_of
+from optimize.tasks.base import Task
 from serve.common import layout
 from serve.common.options import ServingOptions
 from serve.packing.pack import write_bill
@@ -61,6 +61,7 @@ def publish(
     machine: Machine,
     sample: bytes,
     first: Mapping[str, Sequence[float]],
+    task: Task,
 ) -> Published:
     """Write ``artifacts/``, ``archives/`` and ``sample.<ext>`` of a run, and remove what an earlier run left there.
 
@@ -78,6 +79,7 @@ def publish(
         machine: the machine of the measurements.
         sample: an encoded image to try the endpoint with: the first readable one of the validation split.
         first: answers of measured pairs to the first image of the validation split, logits by id.
+        task: what the network is for.
     """
     keys: set[str] = set()
     digests: dict[Path, str] = {}
@@ -92,7 +94,7 @@ def publish(
         artifact = dataclasses.replace(artifact, card=dataclasses.replace(artifact.card, certificate=row.certificate))
         card = artifact.card
         executions = preferred_executions(row, card, recommended)
-        serving = options.over(Serving(executions, evidence=evidence_of(row)), card)
+        serving = options.over(Serving(executions, evidence=evidence_of(row, task)), card)
         beside = {SERVING_FILE: serving.text}
         if (known := known_answer(row, recommended, first, sample)) is not None:
             beside[KNOWN_FILE] = dataclasses.replace(known, probabilities=card.probabilities).text
@@ -157,15 +159,15 @@ def known_answer(
     return None
 
 
-def evidence_of(row: Row) -> tuple[Evidence, ...]:
+def evidence_of(row: Row, task: Task) -> tuple[Evidence, ...]:
     """Return the measured accuracy of each execution of an artifact, with its interval."""
     found = []
     for pair in row.pairs:
         if pair.measured is not None:
             accuracy = pair.measured.accuracy
-            low, high = wilson_interval(accuracy.top1, accuracy.images)
+            low, high = task.interval(accuracy.score, accuracy.images)
             execution = dataclasses.replace(pair.execution, device=pair.execution.device_type)
-            found.append(Evidence(execution, accuracy.top1, low, high, accuracy.images))
+            found.append(Evidence(execution, task.metric.key, accuracy.score, low, high, accuracy.images))
     return tuple(found)
 
 

@@ -8,24 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-import numpy as np
+import torch
 
+from optimize.context import Context
 from optimize.errors import NotApplicableError
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, parity
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable, Weighed, eager_origin
-from optimize.measure.class_order_check import misplaced
 from optimize.measure.figures import Measured
 from optimize.measure.latency import compare, disturbance_of
 from optimize.measure.rows import Measurement, ModelFile, Pair, Reference, Row, Skip
 from optimize.passes.base import pass_of
 from optimize.run.certification.parity_certificates import UNCERTIFIED, certify, reference_origin
 from optimize.run.float_references import float_references
-from optimize.run.image_halves import Right
 from optimize.run.relative_speeds import Turns, fastest, turns
 from optimize.run.session import Step
 from optimize.store.artifact import Artifact
 from optimize.store.layer_effects import read_effects
+from optimize.tasks.base import Evidence, Task
 from serve.common.config import Config
 from serve.runtime.card.execution import Execution
 from serve.runtime.errors import EngineError, PipelineError, UserError, message_of
@@ -43,8 +43,8 @@ class Measurements:
         references_of: the artifact whose eager module they run.
         measurement: how the speeds were measured.
         turns: every time by pair's id or reference's name, without skipped ones.
-        right: whether each image was answered correctly, ``bool (n,)``, by measured pair's id.
-        first: logits of the first image, by measured pair's id, without pairs that could not read it.
+        evidence: what the task keeps of each image's answer, by measured pair's id.
+        first: the first output of the first image, by measured pair's id, without pairs that could not read it.
         keys: keys of the stored objects with these measurements.
     """
 
@@ -53,7 +53,7 @@ class Measurements:
     references_of: str | None
     measurement: Measurement
     turns: Turns
-    right: Right
+    evidence: Mapping[str, Evidence]
     first: Mapping[str, Sequence[float]]
     keys: frozenset[str]
 
@@ -92,7 +92,7 @@ def measure(
         skips |= skipped
         known = _must_remain(pairs[artifacts[0].name], skips)
         if "checkpoint" in artifacts[0].card.lineage[0].config:  # a model trained here cannot have another order
-            _say_misplaced(answers[known[0]].value, bench, listener)
+            _remark(answers[known[0]].value, bench.context)
         floats = float_references(remaining(), eager_origin(artifacts[0]), bench, graph_of)
         listener.started("speed")
         speed = bench.speed([*remaining(), *floats.pairs.values()])
@@ -112,6 +112,7 @@ def measure(
         pairs=pairs,
         answers=answers,
         weighed=weighed,
+        task=bench.context.task,
         turns=turns(
             floats.named(speed.value.speeds),
             floats=[
@@ -137,11 +138,11 @@ def measure(
             **dataclasses.asdict(disturbance_of(speed.value.speeds.values(), "measure again with --remeasure")),
         ),
         turns=every.turns,
-        right={pair.id: answers[pair.id].value.first.numpy() for pair in remaining()},
+        evidence={pair.id: answers[pair.id].value.evidence for pair in remaining()},
         first={
-            pair.id: answers[pair.id].value.logits[0].tolist()
+            pair.id: answers[pair.id].value.outputs[0][0].tolist()
             for pair in remaining()
-            if 0 not in answers[pair.id].value.left_out and len(answers[pair.id].value.logits)
+            if 0 not in answers[pair.id].value.left_out and len(answers[pair.id].value.outputs[0])
         },
         keys=frozenset(
             {speed.key, *probes, *floats.keys, *certified.keys}
@@ -151,11 +152,12 @@ def measure(
     )
 
 
-def _say_misplaced(answers: Answers, bench: Bench, listener: Listener) -> None:
-    data = bench.context.data
-    read = np.delete(data.val.labels.numpy(), answers.left_out.numpy())
-    if (said := misplaced(answers.predicted.numpy(), read, data.classes)) is not None:
-        listener.said(said)
+def _remark(answers: Answers, context: Context) -> None:
+    """Say what the task finds strange in a checkpoint's answers."""
+    read = torch.ones(len(context.data.val), dtype=torch.bool)
+    read[answers.left_out] = False
+    for said in context.task.remarks(answers.evidence, context.data.val.labels[read], context.data.classes):
+        context.listener.said(said)
 
 
 def _must_remain(pairs: Sequence[Candidate], skips: Mapping[str, Skip]) -> list[str]:
@@ -214,6 +216,7 @@ class _Every:
     pairs: Mapping[str, Sequence[Candidate]]
     answers: Mapping[str, Kept[Answers]]
     weighed: Mapping[str, Kept[Weighed]]
+    task: Task
     turns: Turns
     skips: Mapping[str, Skip]
 
@@ -308,9 +311,13 @@ def _measured(pair: Candidate, every: _Every) -> Measured:
     own = answers[pair.id]
     return Measured(
         **dict(timed),
-        accuracy=accuracy(own.value, None if pair.id == baseline.id else answers[baseline.id].value, own.key),
+        accuracy=accuracy(
+            own.value, None if pair.id == baseline.id else answers[baseline.id].value, own.key, every.task
+        ),
         footprint=every.weighed[pair.id].value.footprint,
-        parity=parity(answers[alike.id].value, own.value, alike.id, pair.artifact.card.outputs) if alike else None,
+        parity=parity(answers[alike.id].value, own.value, alike.id, every.task, pair.artifact.card.outputs)
+        if alike
+        else None,
         vs_parent=compare(speeds[best], speeds[pair.id]) if best else None,
     )
 

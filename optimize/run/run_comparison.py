@@ -31,6 +31,7 @@ from optimize.run.recommendation.rule import Recommend
 from optimize.run.recommendation.selection import recommend
 from optimize.run.relative_speeds import turns
 from optimize.store.objects import Store
+from optimize.tasks.base import find_task
 from serve.common import layout
 from serve.runs import sealed_files
 from serve.runs.stored_runs import sample_image
@@ -90,6 +91,7 @@ def compare_runs(
     if len(contestants) < 2:
         raise UserError("compare needs at least two artifacts: name two runs, or RUN/ARTIFACT twice")
     _check_comparable(contestants)
+    task = find_task(contestants[0].report.task)
     answers = {c.name: _answers(Store(store), c) for c in contestants}
     opened: dict[str, _Opened] = {}
     skips: dict[str, Skip] = {}
@@ -137,7 +139,7 @@ def compare_runs(
         measured = Measured(
             **dict(every.timed(own.id)),
             accuracy=accuracy(
-                answers[name], answers[first] if name != first else None, contestant.measured.accuracy.answers
+                answers[name], answers[first] if name != first else None, contestant.measured.accuracy.answers, task
             ),
             footprint=loaded.footprint,
             vs_parent=compare(speeds[parent.id], speeds[own.id]) if parent else None,
@@ -155,9 +157,10 @@ def compare_runs(
         )
         for c in contestants
     ]
-    recommendation = recommend(rows, speeds, rule, classes=contestants[0].report.data.classes)
+    recommendation = recommend(rows, speeds, rule, task, classes=contestants[0].report.data.classes)
     remarks = (*recommendation.remarks, *_from_elsewhere(contestants))
     return Results(
+        task=task.name,
         title=" and ".join(dict.fromkeys(c.run for c in contestants)),
         rows=tuple(rows),
         yardstick=every.yardstick,

@@ -207,6 +207,7 @@ class AnswersKey(Bench):
     Attributes:
         artifact: see `opening`.
         execution: the execution that runs the artifact.
+        task: name of the task, which says what is kept.
         images: fingerprint of the validation images.
         preprocessing: how the run prepares them. The card's own preprocessing is part of ``artifact``.
         skip_unreadable: whether images that cannot be read are left out.
@@ -216,6 +217,7 @@ class AnswersKey(Bench):
     kind = "answers"
     artifact: Mapping[str, Any]
     execution: Mapping[str, Any]
+    task: str
     images: str
     preprocessing: Preprocessing
     skip_unreadable: bool

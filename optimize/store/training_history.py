@@ -27,7 +27,7 @@ class Times(Described):
         data: waiting for images, and changing them at random.
         compute: forward, backward and the optimizer.
         communication: waiting for the other processes and for what they send.
-        judgement: computing top-1 on the held-out images.
+        judgement: computing the score on the held-out images.
         checkpoints: writing checkpoints.
     """
 
@@ -53,10 +53,10 @@ class Times(Described):
 
 @dataclass(frozen=True, repr=False)
 class Epoch(Described):
-    """One epoch: mean training loss (nats), top-1 on the held-out images (fraction), and where its time went."""
+    """One epoch: mean training loss (nats), the score on the held-out images (fraction), and where its time went."""
 
     loss: float
-    held_out_top1: float
+    held_out_score: float
     times: Times
 
     @classmethod
@@ -65,8 +65,8 @@ class Epoch(Described):
         return cls(**{**body, "times": Times(**body["times"])})
 
     def _facts(self) -> dict[str, str]:
-        top1, seconds = f"{100 * self.held_out_top1:.2f} %", f"{self.times.total:.3g} s"
-        return {"loss": f"{self.loss:.4g}", "held-out top-1": top1, "time": seconds}
+        score, seconds = f"{100 * self.held_out_score:.2f} %", f"{self.times.total:.3g} s"
+        return {"loss": f"{self.loss:.4g}", "held-out score": score, "time": seconds}
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,7 +93,7 @@ class History(Described):
         points: the loss in finer steps than epochs.
         steps: the number of steps in an epoch.
         best: number of the kept epoch, from 0. None if none was better than the initial network.
-        before: top-1 on the held-out images before the first epoch (fraction), if it was measured.
+        before: the score on the held-out images before the first epoch (fraction), if it was measured.
         processes: the number of processes that trained together.
     """
 

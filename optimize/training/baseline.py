@@ -16,6 +16,7 @@ from optimize.models.source import ModelSource
 from optimize.models.weight_matching import load_into
 from optimize.store.artifact import Product
 from optimize.store.training_history import History
+from optimize.tasks.base import Task
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
 from serve.runtime.card.card import LOGITS, MOST_CHANNELS, Probabilities
@@ -24,7 +25,7 @@ from serve.runtime.outputs import Outputs, as_outputs
 
 _SEEN = (
     "the checkpoint was probably trained on the images that a training pass holds out to choose its best epoch: "
-    "their top-1 is too high. Only the evaluation images show the accuracy"
+    "their {} is too high. Only the evaluation images show the accuracy"
 )
 _ANY_NUMBER = "it must accept any number of images: replace squeeze() by flatten(1) if it removes the batch axis"
 #: The number of images whose answers show what a network ends in, and of those that its program is traced with.
@@ -81,9 +82,14 @@ def make_baseline(
         bridged = load_into(module, weights, origin or Path("checkpoint"))
         for note in bridged:
             context.listener.said(f"{origin or 'checkpoint'}: {note}")
-        notes = (f"weights of a checkpoint, SHA-256 {weights.sha256}", *weights.notes, *bridged, _SEEN)
+        notes = (
+            f"weights of a checkpoint, SHA-256 {weights.sha256}",
+            *weights.notes,
+            *bridged,
+            _SEEN.format(context.task.metric.title),
+        )
     with torch.random.fork_rng(devices=[]):  # keeps the training's random numbers
-        _check_output(module.eval(), example[:_TRACED], classes)  # before hours of training
+        _check_output(module.eval(), example[:_TRACED], classes, context.task)  # before hours of training
     ending = ending_of(module, example)
     module = giving_logits(module, ending)
     probabilities: Probabilities = "sigmoid" if ending == "sigmoid" else "softmax"
@@ -91,7 +97,7 @@ def make_baseline(
         result = train(module.train(), dataclasses.replace(context, probabilities=probabilities), weights)
         notes, training = (f"trained here: {result.kept}", *result.notes), (result.history,)
     module = module.cpu().eval()
-    _check_output(module, example[:_TRACED], classes)
+    _check_output(module, example[:_TRACED], classes, context.task)
     if ending != "logits":
         context.listener.said(ENDINGS[ending])
         notes = (*notes, ENDINGS[ending])
@@ -110,8 +116,8 @@ def make_baseline(
     )
 
 
-def _check_output(module: nn.Module, example: torch.Tensor, classes: int) -> None:
-    """Refuse a module that does not map ``(N, C, H, W)`` to ``(N, classes)``, or mixes the images of a batch.
+def _check_output(module: nn.Module, example: torch.Tensor, classes: int, task: Task) -> None:
+    """Refuse a module whose first output is not what the task needs, or that mixes the images of a batch.
 
     Outputs behind the first may have any shape with one row for each image.
     """
@@ -124,11 +130,8 @@ def _check_output(module: nn.Module, example: torch.Tensor, classes: int) -> Non
         channels = _other_channels(module, shape[1])
         raise UserError(f"the model fails on an input of shape {shape}: {one_line(error)}{channels}") from None
     logits, *others = answer if isinstance(answer, tuple) and answer else (answer,)
-    if _shape(logits) != (count, classes):
-        raise UserError(
-            f"the model gives {_shape(logits)} for a batch of {count} images of {classes} classes; "
-            f"it must give logits of shape ({count}, {classes})"
-        )
+    if (fault := task.fault_of(logits, count, classes)) is not None:
+        raise UserError(f"the model gives {_shape(logits)} for a batch of {count} images of {classes} classes; {fault}")
     for number, output in enumerate(others, start=2):
         if not output.is_floating_point() or output.shape[:1] != (count,):
             raise UserError(

@@ -26,6 +26,7 @@ from optimize.data.splits import hold_out, part
 from optimize.data.transforms import transform
 from optimize.errors import PassError
 from optimize.store.training_history import Epoch, Point
+from optimize.tasks.base import joined_evidence
 from optimize.training.checkpoints import Checkpoints, fingerprint, load_state
 from optimize.training.config import TrainingConfig
 from optimize.training.distributed import group
@@ -43,7 +44,7 @@ from optimize.training.stopwatch import Stopwatch
 from optimize.training.tensorboard_events import Events
 from serve.runtime.errors import UserError
 from serve.runtime.images.image_preprocessing import normalise
-from serve.runtime.outputs import first_output
+from serve.runtime.outputs import as_outputs
 
 #: The most points of a training's curve. It has at least one for each epoch.
 _POINTS = 200
@@ -154,7 +155,13 @@ class _Run:
         )
         history = self.progress.history(len(self.batches), group.world())
         self.context.listener.said(f"training: {history.split}")
-        return TrainingResult(history, self.progress.reached, len(self.held), tuple(dict.fromkeys(notes)))
+        return TrainingResult(
+            history,
+            self.progress.reached,
+            len(self.held),
+            self.context.task.metric.title,
+            tuple(dict.fromkeys(notes)),
+        )
 
     def _checkpointed(self) -> contextlib.AbstractContextManager[None]:
         if not self.config.activation_checkpointing:
@@ -282,12 +289,12 @@ class _Run:
         self.stopwatch.to("data")
 
     def _judge(self, number: int | None) -> float:
-        """Compute top-1 on the held-out images after an epoch, or before the first (None), and keep the best state."""
+        """Compute the score on the held-out images after an epoch, or before the first (None). Keep the best state."""
         progress = self.progress
         with self.average.applied() if self.average is not None else contextlib.nullcontext():
             self._set_mode(number or 0, training=False)
             with self._told_of_weights():
-                score = top1(self.module, self.validation, self.context)
+                score = score_of(self.module, self.validation, self.context)
             # The later of two equal epochs has seen more images. A trained initial network is replaced only by a better
             # one.
             pulled = self.manner.penalty is not None and number is not None
@@ -346,16 +353,16 @@ class _Run:
         return random
 
 
-def top1(module: nn.Module, batches: Loader, context: Context) -> float:
-    """Return the share of images that ``module``, in eval mode, classifies right, over the batches of all processes."""
-    right = count = 0
+def score_of(module: nn.Module, batches: Loader, context: Context) -> float:
+    """Return the task's score of ``module``, in eval mode, over the batches of all processes."""
+    evidence = []
     with torch.no_grad():
-        for images, labels in batches:
-            logits = first_output(module(normalise(images, context.preprocessing, context.device, torch.float32)))
-            right += int((logits.argmax(1).cpu() == labels).sum())
-            count += len(labels)
-    right, count = map(sum, zip(*group.numbers(right, count, device=context.device), strict=True))
-    return right / count
+        for images, targets in batches:
+            answer = module(normalise(images, context.preprocessing, context.device, torch.float32))
+            outputs = tuple(output.cpu() for output in as_outputs(answer))
+            evidence.append(context.task.evidence(outputs, targets.cpu()))
+    own = joined_evidence(evidence) if evidence else None
+    return context.task.score(joined_evidence(part for part in group.gathered(own) if part is not None))
 
 
 def _loaders(fit: Split, held: Split, context: Context, config: TrainingConfig) -> tuple[Loader, Loader]:

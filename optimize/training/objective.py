@@ -1,4 +1,4 @@
-"""The objective that a training step minimises: the cross-entropy with the labels, and `Distil` with a teacher."""
+"""The objective that a training step minimises: the task's loss with the targets, and `Distil` with a teacher."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from optimize.context import Context
 from optimize.data.records import Split
 from optimize.errors import PassError
 from optimize.models.teacher import Teacher
+from optimize.tasks.base import Task
 from optimize.training.config import TrainingConfig
 from optimize.training.distil import Distil
 from optimize.training.features import Student, match, relative_error
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Objective:
-    """The cross-entropy with the labels. For a network that ends in a sigmoid, it is the binary one of each class.
+    """The task's loss with the targets.
 
     Attributes:
         own: a module that is trained with the network and dropped afterwards. It may have no parameters.
@@ -48,8 +48,8 @@ class Objective:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, config: TrainingConfig, probabilities: Probabilities = "softmax") -> None:
-        self._smoothing, self._probabilities = config.label_smoothing, probabilities
+    def __init__(self, config: TrainingConfig, task: Task, probabilities: Probabilities = "softmax") -> None:
+        self._task, self._smoothing, self._probabilities = task, config.label_smoothing, probabilities
         self.own = nn.ModuleList()
 
     def student(self, module: nn.Module) -> nn.Module:
@@ -58,42 +58,7 @@ class Objective:
 
     def loss(self, outputs: Any, piece: Piece) -> torch.Tensor:
         """Return the mean over a piece's images. ``outputs`` are the student's, in float32."""
-        return label_loss(first_output(outputs), piece.targets, self._probabilities, self._smoothing)
-
-
-def label_loss(
-    logits: torch.Tensor, targets: torch.Tensor, probabilities: Probabilities, smoothing: float = 0.0
-) -> torch.Tensor:
-    """Return the cross-entropy of logits with labels in nats, the mean over images.
-
-    If each class has a probability of its own, it is the binary one, summed over the classes.
-
-    Args:
-        logits: ``(N, classes)``.
-        targets: labels ``int64 (N,)``, or shares ``float32 (N, classes)``.
-        probabilities: how logits become probabilities.
-        smoothing: share of each target that is spread over all classes.
-    """
-    if probabilities == "softmax":
-        return functional.cross_entropy(logits, targets, label_smoothing=smoothing)
-    shares = functional.one_hot(targets, logits.shape[1]).to(logits) if targets.ndim == 1 else targets
-    smooth = shares * (1 - smoothing) + smoothing / logits.shape[1]
-    return functional.binary_cross_entropy_with_logits(logits, smooth, reduction="none").sum(1).mean()
-
-
-def soft_loss(
-    student: torch.Tensor, teacher: torch.Tensor, temperature: float, probabilities: Probabilities = "softmax"
-) -> torch.Tensor:
-    """Return ``T**2 KL(teacher || student)`` of softened logits ``(N, classes)``, the mean over images in nats.
-
-    Hinton et al. 2015 (arXiv:1503.02531), section 2. The factor ``T**2`` keeps its gradients as large as those of the
-    labels at any temperature. If each class has a probability of its own, it is the binary cross-entropy with the
-    teacher's.
-    """
-    if probabilities == "sigmoid":
-        return label_loss(student / temperature, (teacher / temperature).sigmoid(), probabilities) * temperature**2
-    own, wanted = (functional.log_softmax(logits / temperature, 1) for logits in (student, teacher))
-    return functional.kl_div(own, wanted, reduction="batchmean", log_target=True) * temperature**2
+        return self._task.loss(first_output(outputs), piece.targets, self._probabilities, self._smoothing)
 
 
 class Distillation(Objective):
@@ -122,7 +87,7 @@ class Distillation(Objective):
         precision: Precision,
         nodes: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(config, context.probabilities)
+        super().__init__(config, context.task, context.probabilities)
         if config.distil is None or context.teacher is None:
             raise ValueError("there is no teacher")
         self._settings, self._teacher, self._context = config.distil, context.teacher, context
@@ -154,7 +119,8 @@ class Distillation(Objective):
         if settings.weight < 1:
             parts.append((1 - settings.weight) * super().loss(logits, piece))
         if settings.weight:
-            parts.append(settings.weight * soft_loss(logits, wanted, settings.temperature, self._probabilities))
+            soft = self._task.soft_loss(logits, wanted, settings.temperature, self._probabilities)
+            parts.append(settings.weight * soft)
         if values:
             errors = [relative_error(own, other) for own, other in zip(values, others, strict=True)]
             parts.append(settings.feature_weight * torch.stack(errors).mean())
@@ -195,7 +161,7 @@ def check_answers(teacher: Teacher, context: Context, images: torch.Tensor) -> N
     except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
         shape = "x".join(map(str, images.shape[1:]))
         raise UserError(f"distil: the teacher {teacher.name} fails on images of {shape}: {one_line(error)}") from None
-    if not isinstance(logits, torch.Tensor) or logits.shape != (len(images), classes):
+    if context.task.fault_of(logits, len(images), classes) is not None:
         found = "x".join(map(str, logits.shape[1:])) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise UserError(
             f"distil: the teacher {teacher.name} gives {found} for an image, but the data has {classes} classes; a "
@@ -226,5 +192,5 @@ def objective(
 ) -> Objective:
     """Return the objective of ``config``. Arguments and errors as in `Distillation`."""
     if config.distil is None:
-        return Objective(config, context.probabilities)
+        return Objective(config, context.task, context.probabilities)
     return Distillation(module, context, config, fit, precision=precision, nodes=nodes)

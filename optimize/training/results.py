@@ -40,14 +40,16 @@ class TrainingResult:
 
     Attributes:
         history: its epochs and curves.
-        held_out_top1: top-1 of the kept weights on the held-out images (fraction).
+        held_out_score: the score of the kept weights on the held-out images (fraction).
         held_out_images: the number of these images.
+        metric: the title of the score.
         notes: the teacher, and the images that could not be read.
     """
 
     history: History
-    held_out_top1: float
+    held_out_score: float
     held_out_images: int
+    metric: str
     notes: tuple[str, ...] = ()
 
     @property
@@ -67,7 +69,7 @@ class TrainingResult:
         number = str(self.best + 1) if self.best is not None else "as it was before training"
         return (
             f"{which.format(len(self.epochs), number)}, "
-            f"top-1 {self.held_out_top1:.4f} on {self.held_out_images} held-out images"
+            f"{self.metric} {self.held_out_score:.4f} on {self.held_out_images} held-out images"
         )
 
 
@@ -87,7 +89,7 @@ class Progress:
         points: see `History`.
         before: see `History`.
         best: number of the best epoch. None: the initial module.
-        reached: top-1 of the best on the held-out images. -1: nothing was judged yet.
+        reached: the score of the best on the held-out images. -1: nothing was judged yet.
         kept: the best's state.
     """
 

@@ -52,7 +52,7 @@ class Events:
     def epoch(self, epoch: Epoch, step: int) -> None:
         """Write an epoch that ends after ``step`` steps."""
         seconds = {f"seconds/{name}": value for name, value in dataclasses.asdict(epoch.times).items()}
-        self._write(step, {"epoch-loss": epoch.loss, "held-out-top1": epoch.held_out_top1, **seconds})
+        self._write(step, {"epoch-loss": epoch.loss, "held-out-score": epoch.held_out_score, **seconds})
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         if self._writer is not None:

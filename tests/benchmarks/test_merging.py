@@ -30,7 +30,7 @@ def test_the_page_has_the_figures_of_the_report(tiny_run: TinyRun) -> None:
     text = merging.page(tiny_run.report.model_copy(update={"rows": renamed}))
     measured = rows["ptq"].measured
     assert measured is not None
-    assert f"| merged, one scale a tensor | {100 * measured.accuracy.top1:.2f} |" in text
+    assert f"| merged, one scale a tensor | {100 * measured.accuracy.score:.2f} |" in text
     assert "| stem | 2 | 5 |" in text
     assert "| median | 3 | 4 |" in text
     assert "goes from 2 to 5" in text

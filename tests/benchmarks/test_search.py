@@ -20,6 +20,7 @@ def found(*trials: tuple[int, bool]) -> Found:
     """A search of five layers, whose trials left so many of them in float and held or did not."""
     return Found(
         title="net on images",
+        task="classification",
         budget=Budget(max_drop=0.005, max_latency_ms=None, bits=(8, 32)),
         method="greedy",
         layers=5,
@@ -33,7 +34,7 @@ def found(*trials: tuple[int, bool]) -> Found:
         bits={},
         p50=2.0,
         judged=Judgement(
-            images=500, top1=0.9, difference=Difference(delta=-0.002, low=-0.01, high=0.01, gained=1, lost=2)
+            images=500, score=0.9, difference=Difference(delta=-0.002, low=-0.01, high=0.01, gained=1, lost=2)
         ),
         fastest_float="onnx@openvino",
         fastest_float_p50=4.0,

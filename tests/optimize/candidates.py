@@ -43,7 +43,9 @@ class Case:
         difference = Difference(delta=delta, low=-1, high=1, gained=self.gained, lost=self.lost)
         measured = Measured(
             **dict(timed),
-            accuracy=Accuracy(top1=0.9, top5=1.0, images=self.images, answers="a", difference=difference),
+            accuracy=Accuracy(
+                scores={"top1": 0.9, "top5": 1.0}, images=self.images, answers="a", difference=difference
+            ),
             footprint=Footprint(load_ms=1.0, memory_bytes=1),
         )
         return Row(**known, pairs=(Pair(id=self.id, execution=Execution(self.engine), measured=measured),))

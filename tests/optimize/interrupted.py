@@ -91,7 +91,7 @@ def carry_out(folder: Path, settings: TrainingConfig, at: int | None, *, while_w
                 context, teacher=Teacher("master", "", master.eval(), GREY16.mean, GREY16.std)
             )
         result = train(module, context, settings)
-        losses = [(epoch.loss, epoch.held_out_top1) for epoch in result.epochs]
+        losses = [(epoch.loss, epoch.held_out_score) for epoch in result.epochs]
         notes = [f"best={result.best} {losses} {result.history.points}", *result.notes]
         tensors = {name: value.numpy().tobytes() for name, value in module.state_dict().items()}
         made, left = {name: hashlib.sha256(value).hexdigest() for name, value in tensors.items()}, []

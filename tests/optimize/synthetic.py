@@ -108,7 +108,8 @@ def body() -> dict[str, Any]:
     by_name["fuse"]["cached"] = True
     by_name["onnx"]["pairs"][0]["measured"]["parity"] |= {"sqnr_db": None, "max_abs": 0.0, "mean_abs": 0.0}
     return {
-        "schema": 4,
+        "schema": 5,
+        "task": "classification",
         "title": "toynet",
         "model": "toynet",
         "created": "2001-02-03T04:05:06Z",

@@ -89,7 +89,7 @@ def noise(count: int, seed: int = 0, low: int = 0, high: int = 256, classes: int
 
 
 def image_data(train: Split, val: Split, classes: int = 4) -> ImageData:
-    return ImageData("noise", tuple("abcdefghij"[:classes]), train, val, "shift", (16, 16))
+    return ImageData("noise", "classification", tuple("abcdefghij"[:classes]), train, val, "shift", (16, 16))
 
 
 def noise_context(seed: int = 0, *, train: Split | None = None, val: Split | None = None) -> Context:

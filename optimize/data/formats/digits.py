@@ -32,7 +32,7 @@ def _open(place: str, seed: int, listener: Listener) -> ImageData:
     keys = [hashlib.sha256(f"{seed}/{index}".encode()).digest() for index in range(len(sources))]
     train, val = split_off(sources, labels, keys)
     classes = tuple(str(digit) for digit in range(10))
-    return ImageData("digits", classes, train, val, "shift", native_size(train), preferred_side=SIDE)
+    return ImageData("digits", "classification", classes, train, val, "shift", native_size(train), preferred_side=SIDE)
 
 
 @functools.cache

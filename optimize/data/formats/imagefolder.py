@@ -58,7 +58,9 @@ def _open(place: str, seed: int, listener: Listener) -> ImageData:
     )
     # Not mirrored: the images may show letters, signs, or a left and a right.
     name, size = root.resolve().name or "imagefolder", found.native_size
-    return ImageData(name, found.classes, train, val, "shift", size, gaps=found.gaps, notes=found.notes)
+    return ImageData(
+        name, "classification", found.classes, train, val, "shift", size, gaps=found.gaps, notes=found.notes
+    )
 
 
 def _read(root: Path, seed: int, listener: Listener) -> Index:

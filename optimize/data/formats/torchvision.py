@@ -68,7 +68,7 @@ def open_torchvision(name: str, root: Path) -> ImageData:
     count = int(torch.cat([train.labels, val.labels]).max()) + 1
     names = [n if isinstance(n, str) else n[0] for n in getattr(dataset, "classes", ())]
     classes = tuple(names) if len(names) >= count else tuple(str(index) for index in range(count))
-    return ImageData(name, classes, train, val, entry.augment, native_size(train))
+    return ImageData(name, "classification", classes, train, val, entry.augment, native_size(train))
 
 
 def _torchvision_part(name: str, entry: _Torchvision, options: dict[str, Any], root: Path) -> tuple[Any, Split]:

@@ -197,7 +197,7 @@ def _certificate(reference: Artifact, meant: Kept[Answers], compared: _Compared,
         answers={name: kept.key for name, kept in compared.answers.items()},
         absent=compared.absent,
         file=digest,
-        code=code_of(certificate, ReferenceLayers, Certificate, certify),
+        code=code_of(certificate, type(bench.context.task), ReferenceLayers, Certificate, certify),
     ).digest
 
     def build(folder: Path) -> None:
@@ -205,6 +205,7 @@ def _certificate(reference: Artifact, meant: Kept[Answers], compared: _Compared,
         made = certificate(
             meant.value,
             {name: kept.value for name, kept in compared.answers.items()},
+            task=bench.context.task,
             steps=dict(zip(reference.card.outputs, ReferenceLayers(load_program(reference.path)).steps, strict=True)),
             file=digest,
             data=bench.context.data.val.fingerprint,

@@ -1,4 +1,4 @@
-"""Reads a loss of top-1 and compares it with a limit. No accepted number can mean both a fraction and points."""
+"""Reads a loss of accuracy and compares it with a limit. No accepted number can mean both a fraction and points."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORDS = re.compile(r"(?P<number>\+?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(?P<
 
 
 def within(delta: float, max_drop: float) -> bool:
-    """Return whether a difference of top-1 is not a loss beyond ``max_drop``.
+    """Return whether a difference of accuracy is not a loss beyond ``max_drop``.
 
     Both are fractions, ``max_drop`` from 0. At the limit a loss is a whole number of images, which fractions only
     approximate. 7 of 1000 are within 0.7 points.
@@ -41,7 +41,7 @@ def drop_of(words: str, *, plain: Literal["fraction", "points"]) -> float:
     words = words.strip()
     found = _WORDS.fullmatch(words)
     if found is None:
-        raise UserError(f"--max-drop must be a loss of top-1 such as 0.5pp (half a percentage point), not {words!r}")
+        raise UserError(f"--max-drop must be a loss of accuracy such as 0.5pp (half a percentage point), not {words!r}")
     number = float(found["number"])
     if number > 100:
         raise UserError(f"--max-drop must be at most 100 percentage points, not {words!r}")

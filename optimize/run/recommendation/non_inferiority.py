@@ -1,8 +1,8 @@
 """Tests which candidates lose less than the rule allows, all of them together on all images.
 
-The hypothesis for each candidate is that it loses ``max_drop`` of top-1 or more. Its test is Tango's score test for
-paired proportions (`optimize.measure.statistics.loss_score`). Holm's procedure (`optimize.measure.statistics.holm`)
-tests them together. With a confidence of 0.95, the chance is at most 5 % that any candidate passes that really loses
+The hypothesis for each candidate is that it loses ``max_drop`` of its score or more. Its difference to the baseline has
+the test (`optimize.statistics.PairedDifference.score`). Holm's procedure (`optimize.statistics.holm`) tests them
+together. With a confidence of 0.95, the chance is at most 5 % that any candidate passes that really loses
 ``max_drop`` or more. This holds for any choice among those that pass, and for any dependence of their errors.
 
 Another method gives each candidate a share of the error that falls with its place in the order of speed. It is valid
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from optimize.measure.statistics import MOST_IMAGES, PairedDifference, holm, loss_score, paired_interval
+from optimize.statistics import MOST_IMAGES, PairedDifference, holm
 
 _NORMAL = NormalDist()
 
@@ -43,8 +43,7 @@ class Tested:
     @property
     def low(self) -> float:
         """Return the lower bound of the difference at the test's level. It is above ``-max_drop`` exactly if proven."""
-        found = self.difference
-        return paired_interval(found.gained, found.lost, found.n, 1 - 2 * self.level).low
+        return self.difference.at(1 - 2 * self.level).low
 
 
 def prove(differences: Mapping[str, PairedDifference], max_drop: float, confidence: float) -> dict[str, Tested]:
@@ -53,12 +52,12 @@ def prove(differences: Mapping[str, PairedDifference], max_drop: float, confiden
     Args:
         differences: the differences to the baseline on the same images, by candidate. The choice of candidates must not
             depend on their accuracy.
-        max_drop: loss of top-1, a fraction.
+        max_drop: loss of the score, a fraction.
         confidence: the confidence for all together. The highest level of a single test is one side of a two-sided
             interval of this confidence. So that interval also excludes ``max_drop`` for a proven candidate.
     """
     names = list(differences)
-    scores = {name: loss_score(d.gained, d.lost, d.n, max_drop) for name, d in differences.items()}
+    scores = {name: difference.score(max_drop) for name, difference in differences.items()}
     found = holm([_p_value(scores[name]) for name in names], 1 - confidence, most_of_one(confidence))
     enough = _images(differences, scores, confidence)
     return {

@@ -32,8 +32,8 @@ class Recommend(Config):
         default=0.02,
         ge=0,
         le=1,
-        description="The loss of top-1 that the recommended artifact is shown not to have: a fraction up to 0.05, or "
-        "points such as 0.5pp.",
+        description="The loss of accuracy that the recommended artifact is shown not to have: a fraction up to 0.05, "
+        "or points such as 0.5pp.",
     )
     # Above this, a double loses half of its remaining precision, and the interval becomes infinite.
     confidence: Annotated[float, Option(metavar="FRACTION")] = Field(

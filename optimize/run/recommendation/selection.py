@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from optimize.measure.figures import LEVEL, Measured
 from optimize.measure.latency import Speed, falls_behind, level, typical
 from optimize.measure.rows import Pair, Proof, Recommendation, Row
-from optimize.measure.statistics import (
-    PairedDifference,
-    images_needed,
-    paired_interval,
-    smallest_loss,
-    wilson_interval,
-)
 from optimize.report.number_format import number, percent, points, times
 from optimize.run.recommendation.missing_graph import missing_graph
 from optimize.run.recommendation.non_inferiority import Tested, first_level, most_of_one, prove
 from optimize.run.recommendation.rule import Objective, Recommend
+from optimize.statistics import (
+    PairedDifference,
+    images_needed,
+    paired_interval,
+    smallest_loss,
+)
+from optimize.tasks.base import Task
 
 #: A tail is long if p95 is at least this many p50s, and this many times the usual ratio of the others.
 _LONG_TAIL = 2.0
@@ -47,13 +47,17 @@ class _Goal:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A measured pair, its times, and its difference to the baseline at the rule's confidence, on all images."""
+    """A measured pair, its times, and its difference to the baseline at the rule's confidence, on all images.
+
+    ``metric`` is the title of the score.
+    """
 
     row: Row
     pair: Pair
     measured: Measured
     speed: Speed
     difference: PairedDifference
+    metric: str
 
     @property
     def id(self) -> str:
@@ -102,6 +106,7 @@ def recommend(
     rows: Sequence[Row],
     speeds: Mapping[str, Speed],
     by: Recommend,
+    task: Task,
     *,
     classes: int | None = None,
 ) -> Recommendation:
@@ -111,16 +116,17 @@ def recommend(
         rows: artifacts of the report, the baseline first.
         speeds: the times of their pairs by id, and of references by name, from one measurement in turns.
         by: the user's rule.
+        task: what the network is for.
         classes: the number of classes. None: unknown, and a baseline that only guesses is not noticed.
     """
-    rule = _rule(by)
+    rule = _rule(by, task)
     rejected = {row.name: str(row.skip) for row in rows if row.skip is not None}
     rejected |= {pair.id: str(pair.skip) for row in rows if not row.skip for pair in row.pairs if pair.skip}
     measured = [(row, pair, pair.measured) for row in rows for pair in row.pairs if pair.measured is not None]
     if not measured:
         return Recommendation(name=None, rule=rule, rejected=rejected)
     candidates = [
-        _Candidate(row, pair, found, speeds[pair.id], _difference(found, by.confidence))
+        _Candidate(row, pair, found, speeds[pair.id], _difference(found, by.confidence), task.metric.title)
         for row, pair, found in measured
     ]
     baseline, goal = candidates[0], _GOALS[by.objective]
@@ -134,7 +140,7 @@ def recommend(
         if candidate not in proven:
             rejected[candidate.id] = _unproven(candidate, tested, by)
     remarks, unproven = _doubts(chosen, able, tested, by)
-    remarks += _guesses(baseline, classes)
+    remarks += _guesses(baseline, task, classes)
     remarks += _beyond_the_limit(chosen, baseline, by)
     if chosen.measured.speedup.slower:
         remarks.append(
@@ -200,13 +206,13 @@ def _selection(candidates: int, tested: Mapping[str, Tested], chosen: _Candidate
     )
 
 
-def _rule(by: Recommend) -> str:
-    goal = _GOALS[by.objective]
+def _rule(by: Recommend, task: Task) -> str:
+    goal, metric = _GOALS[by.objective], task.metric.title
     return (
-        f"among the pairs of artifact and execution whose top-1 is, with {by.confidence * 100:g} % confidence for "
-        f"all of them together, less than {by.max_drop * 100:g} points below the baseline's, those that are level with "
-        f"{goal.best} (within {(1 - LEVEL) * 100:.0f} %); of these the one whose interval of top-1 begins highest, and "
-        f"of equals {goal.tie}"
+        f"among the pairs of artifact and execution whose {metric} is, with {by.confidence * 100:g} % confidence "
+        f"for all of them together, less than {by.max_drop * 100:g} points below the baseline's, those that are level "
+        f"with {goal.best} (within {(1 - LEVEL) * 100:.0f} %); of these the one whose interval of {metric} begins "
+        f"highest, and of equals {goal.tie}"
     )
 
 
@@ -234,7 +240,7 @@ def _best(
         if candidate is not chosen:
             behind = chosen.difference.low - candidate.difference.low
             last = "slower" if by.objective == "size" else "a larger file"
-            why = f"its interval of top-1 begins {percent(behind)} points lower" if behind > 0 else last
+            why = f"its interval of {chosen.metric} begins {percent(behind)} points lower" if behind > 0 else last
             as_good = "as small" if by.objective == "size" else "as fast"
             reasons[candidate.id] = f"{as_good} as {chosen.id}, and {why}"
     return chosen, reasons
@@ -243,7 +249,7 @@ def _best(
 def _unproven(candidate: _Candidate, tested: Mapping[str, Tested], by: Recommend) -> str:
     """Say why a pair is not shown to be accurate enough, and how many images would show it."""
     found, test = candidate.difference, tested.get(candidate.id)
-    reason = f"its top-1 may be {percent(-(test.low if test else found.low))} points below the baseline's"
+    reason = f"its {candidate.metric} may be {percent(-(test.low if test else found.low))} points below the baseline's"
     if found.delta <= -by.max_drop:
         return f"{reason} (measured: {percent(-found.delta)}{_share(test, tested, by)})"
     would = f"; at this rate, {test.images:,} images would show that it loses less" if test and test.images else ""
@@ -308,7 +314,7 @@ def _too_few(images: int, tested: int, by: Recommend) -> list[str]:
 def _beyond_the_limit(chosen: _Candidate, baseline: _Candidate, by: Recommend) -> list[str]:
     """Say so if the chosen pair's interval in the report contains the loss that the rule excludes."""
     found = chosen.difference
-    shown = paired_interval(found.gained, found.lost, found.n).low
+    shown = found.at(0.95).low
     if chosen is baseline or shown > -by.max_drop:
         return []
     why = (
@@ -322,14 +328,15 @@ def _beyond_the_limit(chosen: _Candidate, baseline: _Candidate, by: Recommend) -
     ]
 
 
-def _guesses(baseline: _Candidate, classes: int | None) -> list[str]:
+def _guesses(baseline: _Candidate, task: Task, classes: int | None) -> list[str]:
     """Say so if the baseline may be no better than guessing: then equal answers are no merit."""
     accuracy = baseline.measured.accuracy
-    if classes is None or wilson_interval(accuracy.top1, accuracy.images)[0] > 1 / classes:
+    chance = None if classes is None else task.chance(classes)
+    if chance is None or task.interval(accuracy.score, accuracy.images)[0] > chance:
         return []
     return [
-        f"The baseline's top-1 of {percent(accuracy.top1)} % on {accuracy.images:,} images is not above what "
-        f"guessing among {classes:,} classes gives ({100 / classes:.2f} %): differences of accuracy mean nothing "
+        f"The baseline's {task.metric.title} of {percent(accuracy.score)} % on {accuracy.images:,} images is not above "
+        f"what guessing among {classes:,} classes gives ({100 * chance:.2f} %): differences of accuracy mean nothing "
         f"here. Give a checkpoint, or train longer (baseline: {{epochs: …}} in a recipe)."
     ]
 

@@ -250,7 +250,8 @@ def sha256_file(path: Path) -> str:
 
 def write_card(folder: Path, card: Card) -> None:
     """Write ``card`` into ``folder`` atomically, sealed with the SHA-256 of its own content."""
-    body = sealed(dataclasses.asdict(card))
+    certificate = card.certificate.to_json() if card.certificate else None
+    body = sealed(dataclasses.asdict(card) | {"certificate": certificate})
     # A new file with a random name, so that an existing link is not followed.
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{CARD_FILE}.")
     try:

@@ -14,7 +14,7 @@ from ..display import Described
 from ..errors import CardError
 from . import fields
 
-#: Least share of the images on which the best class must be the reference's.
+#: Least share of the images, or of their parts, that must be answered as the reference answers them.
 LEAST_AGREEMENT: Final = 0.995
 
 _MOST_IMAGES = 1 << 40
@@ -51,13 +51,14 @@ class Agreement(Described):
     Attributes:
         execution: name of the execution, for example ``openvino``. In a graph's certificate ``torchscript`` ran the
             packed program from which the graph was made, with the same integers. All others ran the graph.
-        top1_agreement: share of all images with the same best class, 0 to 1.
+        agreements: shares of all images, or of their parts, with the reference's answer, 0 to 1, by the task's names.
+            JSON has them beside the other fields. The first one decides.
         sqnr_db: 10 log10 of the energy of the reference's logits over that of the difference. None: the two are equal
             to the last bit, or the reference's are all zero.
         max_abs: largest difference of two logits.
         steps: the same in steps of the answer's quantizer, see `Certificate.step`. None if there is none.
-        delta: top-1 accuracy minus the reference's, a fraction.
-        low: lower end of its 95 % interval (Tango 1998, paired).
+        delta: the task's score minus the reference's, a fraction.
+        low: lower end of its paired 95 % interval.
         high: upper end.
         gained: images that only this execution has right.
         lost: images that only the reference has right.
@@ -65,7 +66,7 @@ class Agreement(Described):
     """
 
     execution: str
-    top1_agreement: float
+    agreements: Mapping[str, float]
     sqnr_db: float | None
     max_abs: float
     steps: float | None
@@ -79,7 +80,11 @@ class Agreement(Described):
     def __post_init__(self) -> None:
         where = "certificate: an agreement"
         fields.text(f"{where}'s execution", self.execution)
-        fields.number(f"{where}'s top1_agreement", self.top1_agreement, 0.0, 1.0)
+        if not self.agreements:
+            raise CardError(f"{where} must have a share of equal answers")
+        for name, share in self.agreements.items():
+            fields.text(f"{where}'s name of a share", name)
+            fields.number(f"{where}'s {name[:40]}", share, 0.0, 1.0)
         _check_closeness(where, self)
         for name in ("delta", "low", "high"):
             fields.number(f"{where}'s {name}", getattr(self, name), -1.0, 1.0)
@@ -92,9 +97,14 @@ class Agreement(Described):
                 raise CardError(f"{where}'s others must be JSON objects, found {fields.shown(entry)}")
 
     @property
+    def agreement(self) -> float:
+        """The first of the agreements."""
+        return next(iter(self.agreements.values()))
+
+    @property
     def holds(self) -> bool:
-        """Whether the same class is best often enough, and the interval of the accuracy's difference contains 0."""
-        return self.top1_agreement >= LEAST_AGREEMENT and self.low <= 0 <= self.high
+        """Whether enough answers are the reference's, and the interval of the score's difference contains 0."""
+        return self.agreement >= LEAST_AGREEMENT and self.low <= 0 <= self.high
 
 
 @dataclass(frozen=True, repr=False)
@@ -178,13 +188,19 @@ def _check_closeness(where: str, found: Agreement | OutputAgreement) -> None:
 
 def _as_json(agreement: Agreement) -> dict[str, Any]:
     """Return JSON values. The most usual network has no other output, and no field for it."""
-    body = dataclasses.asdict(agreement)
+    body: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(agreement).items():
+        body |= value if name == "agreements" else {name: value}
     others = list(body.pop("others"))
     return {**body, "others": others} if others else body
 
 
 def _agreement(body: object) -> Agreement:
-    found = dict(_known_fields(Agreement, body))
+    if not isinstance(body, Mapping):
+        raise CardError(f"certificate: an agreement must be a JSON object, not {fields.shown(body)}")
+    own = {entry.name for entry in dataclasses.fields(Agreement)} - {"agreements"}
+    found = {name: value for name, value in body.items() if name in own}
+    found["agreements"] = {name: value for name, value in body.items() if name not in own}
     others = found.get("others", ())
     if not isinstance(others, list | tuple):
         raise CardError(f"certificate: others must be a list, found {fields.shown(others)}")

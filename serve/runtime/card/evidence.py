@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,22 +11,25 @@ from . import fields
 from .execution import Execution
 
 _MOST_IMAGES = 1 << 40
+_FIELDS = {"execution", "low", "high", "images"}
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The accuracy of an artifact with one execution.
+    """The accuracy of an artifact with one execution. JSON has the score under the name of its metric.
 
     Attributes:
         execution: the execution, on ``cpu`` or ``cuda``.
-        top1: share of the images whose best class was right, 0 to 1.
-        low: lower end of its 95 % interval (Wilson 1927).
+        metric: name of the task's score.
+        score: its value, 0 to 1.
+        low: lower end of its 95 % interval.
         high: upper end.
         images: number of images. The card names the data.
     """
 
     execution: Execution
-    top1: float
+    metric: str
+    score: float
     low: float
     high: float
     images: int
@@ -35,10 +37,13 @@ class Evidence:
     def __post_init__(self) -> None:
         if not isinstance(self.execution, Execution):
             raise CardError(f"evidence: an execution must be a JSON object, found {fields.shown(self.execution)}")
-        for name in ("top1", "low", "high"):
-            fields.number(f"evidence: {name}", getattr(self, name), 0.0, 1.0)
-        if not self.low <= self.top1 <= self.high:
-            raise CardError(f"evidence: top1 must lie in its interval, found {self.low} {self.top1} {self.high}")
+        fields.text("evidence: the metric", self.metric)
+        for name, value in ((self.metric, self.score), ("low", self.low), ("high", self.high)):
+            fields.number(f"evidence: {name[:40]}", value, 0.0, 1.0)
+        if not self.low <= self.score <= self.high:
+            raise CardError(
+                f"evidence: {self.metric[:40]} must lie in its interval, found {self.low} {self.score} {self.high}"
+            )
         fields.whole("evidence: images", self.images, 1, _MOST_IMAGES)
 
     def holds_for(self, execution: Execution) -> bool:
@@ -48,8 +53,13 @@ class Evidence:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values. `from_json` reads them back to an equal record."""
-        body = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
-        return {**body, "execution": self.execution.to_json()}
+        return {
+            "execution": self.execution.to_json(),
+            self.metric: self.score,
+            "low": self.low,
+            "high": self.high,
+            "images": self.images,
+        }
 
     @classmethod
     def from_json(cls, body: object) -> Evidence:
@@ -59,10 +69,14 @@ class Evidence:
             CardError: a field is missing, unknown or out of range.
             UserError: the execution is invalid.
         """
-        names = {entry.name for entry in dataclasses.fields(cls)}
-        if not isinstance(body, Mapping) or set(body) != names:
-            raise CardError(f"evidence must have the fields {', '.join(sorted(names))}, found {fields.shown(body)}")
-        return cls(**{**body, "execution": Execution.from_json(body["execution"])})
+        metrics = set(body) - _FIELDS if isinstance(body, Mapping) else set()
+        if not isinstance(body, Mapping) or len(metrics) != 1 or not set(body) >= _FIELDS:
+            raise CardError(
+                f"evidence must have the fields {', '.join(sorted(_FIELDS))} and one score, found {fields.shown(body)}"
+            )
+        own = {name: body[name] for name in _FIELDS - {"execution"}}
+        (metric,) = metrics
+        return cls(Execution.from_json(body["execution"]), metric, body[metric], **own)
 
 
 def evidence_for(evidence: tuple[Evidence, ...], execution: Execution) -> dict[str, Any] | None:

@@ -30,7 +30,7 @@ from optimize.data.records import ImageData, Split
 from optimize.measure.figures import Difference
 from optimize.measure.rows import Recommendation, Reference, Row, Skip
 from optimize.precision.precision_records import Budget, Figure, Found, Layer, Sensitivity
-from optimize.report.columns import COLUMNS
+from optimize.report.columns import columns_of
 from serve.archive.archive_file import check_archive
 from serve.common.config import Config
 from serve.common.progress import ProgressBar
@@ -101,8 +101,8 @@ def test_comparison_counts_what_the_predictor_gets_right(quantized: opt.Variant,
     first, _, row = (entry.measured for entry in comparison.rows)
     assert first is not None
     assert row is not None
-    assert row.accuracy.top1 == pytest.approx(right / len(labels))
-    change = row.accuracy.top1 - first.accuracy.top1
+    assert row.accuracy.score == pytest.approx(right / len(labels))
+    change = row.accuracy.score - first.accuracy.score
     assert row.accuracy.difference is not None
     assert row.accuracy.difference.delta == pytest.approx(change)
     assert row.accuracy.difference.gained - row.accuracy.difference.lost == round(change * len(labels))
@@ -134,7 +134,7 @@ def test_a_quantized_variant_may_be_the_first(fused: opt.Variant, quantized: opt
     assert second is not None
     assert first.accuracy.difference is None
     assert second.accuracy.difference is not None
-    assert second.accuracy.difference.delta == pytest.approx(second.accuracy.top1 - first.accuracy.top1)
+    assert second.accuracy.difference.delta == pytest.approx(second.accuracy.score - first.accuracy.score)
 
 
 def test_a_rule_that_does_not_exist_is_refused(fused: opt.Variant) -> None:
@@ -151,7 +151,7 @@ def test_a_comparison_is_one_line_in_a_program_a_table_in_a_notebook_and_a_plot_
         assert f">{name}" in shown.replace("★ ", "")
     measured = comparison.rows[0].measured
     assert measured is not None
-    assert f"{measured.accuracy.top1 * 100:.2f}" in shown
+    assert f"{measured.accuracy.score * 100:.2f}" in shown
     assert not re.search("<script|<style|https?:", shown)  # of the notebook's own page it touches nothing
     for suffix, begin in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         path = comparison.plot(tmp_path / f"plot{suffix}")
@@ -243,15 +243,16 @@ def test_a_number_of_classes_that_is_none_is_refused_in_one_line(quantized: opt.
 #: Of a small network on digits: what a float module costs in int8, and what a search for precisions found.
 SENSITIVITY = Sensitivity(
     title="tiny on digits",
+    task="classification",
     parent="fuse",
     config={},
     execution=Execution("openvino"),
     runs_on="openvino",
     images=359,
-    top1=0.9,
+    score=0.9,
     p50=5.0,
     whole=Figure(
-        top1=0.7, difference=Difference(delta=-0.2, low=-0.21, high=-0.19, gained=0, lost=72), sqnr_db=21.25,
+        score=0.7, difference=Difference(delta=-0.2, low=-0.21, high=-0.19, gained=0, lost=72), sqnr_db=21.25,
         p50=3.0, won_ms=2.0,
     ),
     layers=(Layer(name="stem", weights=1728, alone=Skip(kind="failed", reason="no <kernel>"), all_but=Skip(
@@ -261,6 +262,7 @@ SENSITIVITY = Sensitivity(
 )  # fmt: skip
 FOUND = Found(
     title="tiny on digits",
+    task="classification",
     budget=Budget(max_drop=0.01, max_latency_ms=None, bits=(8, 32)),
     method="greedy",
     layers=2,
@@ -327,7 +329,7 @@ def test_what_a_comparison_or_a_search_gives_is_a_line_and_a_table_that_says_mor
     assert row.best is not None
     assert row.measured is not None
     assert reference.measured is not None
-    top1 = f"{row.measured.accuracy.top1 * 100:.2f} % of {row.measured.accuracy.images}"
+    top1 = f"{row.measured.accuracy.score * 100:.2f} % of {row.measured.accuracy.images}"
     shown: list[tuple[Any, tuple[str, ...], tuple[str, ...]]] = [
         (chosen, (str(chosen.pair), f"{len(chosen.rejected)} others"), (chosen.rule, *chosen.rejected)),
         (row, (row.name, "ptq", "fuse", row.best.id, top1), ("torchscript",)),
@@ -396,7 +398,7 @@ def test_settings_tell_what_was_given_in_a_line_and_all_of_it_in_a_notebook() ->
 def test_a_table_shows_text_as_it_is_and_of_many_names_the_first() -> None:
     split = Split((), torch.zeros(0, dtype=torch.int64))
     names = ("<b>", "x" * 500, "c", *(f"n{number}" for number in range(1000)))
-    data = ImageData("a&b", names, split, split, "none", None)
+    data = ImageData("a&b", "classification", names, split, split, "none", None)
     assert "<td>a&amp;b</td>" in data._repr_html_()
     assert "1003 (&lt;b&gt;, xxxxxxxxxxxxxxxxxxx…, c, …)" in data._repr_html_()
 
@@ -528,7 +530,7 @@ def test_a_programmer_is_told_which_preprocessing_is_used_and_how_far_the_data_a
 def test_a_printed_comparison_has_every_column_that_there_is_room_for(
     comparison: opt.Comparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = [column.head for column in COLUMNS]
+    heads = [column.head for column in columns_of(comparison.results)]
     whole = str(comparison)
     assert [head for head in heads if head not in whole] == []  # the output of a test is no terminal
     monkeypatch.setattr("optimize.report.console.output", lambda: Console(width=100))

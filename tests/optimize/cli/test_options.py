@@ -146,7 +146,7 @@ def test_no_option_of_run_is_left_out_here() -> None:
     [
         (
             ["--max-drop", "half"],
-            "--max-drop must be a loss of top-1 such as 0.5pp (half a percentage point), not 'half'",
+            "--max-drop must be a loss of accuracy such as 0.5pp (half a percentage point), not 'half'",
         ),
         (["--crop", "3x"], "--crop: must be whole pixels, one side or height and width"),
         (["--name", "a/b"], "run: the name of a run must have letters, digits"),

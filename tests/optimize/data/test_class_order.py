@@ -22,12 +22,12 @@ from optimize.data.formats.base import open_data
 from optimize.data.from_python import image_data
 from optimize.data.records import ImageData, Split
 from optimize.listener import Silent
-from optimize.measure.class_order_check import misplaced
 from optimize.models.checkpoint import read_checkpoint
 from optimize.models.preprocessing_config import PreprocessingConfig, Wish
 from optimize.models.stated_classes import stated_classes
 from optimize.run.job import Job
 from optimize.run.opened_job import open_job
+from optimize.tasks.classification import misplaced
 from serve.runtime.errors import UserError
 from tests.optimize.workbench import TINY_NET
 
@@ -315,6 +315,6 @@ def test_no_images_are_in_no_order():
 def test_fields_of_records_are_kept(folder):
     data, _ = opened(folder, class_order="natural")
     plain = open_data(f"imagefolder:{folder}")
-    kept = {"name", "augment", "native_size", "preferred_side", "preprocessing", "val_of", "gaps"}
+    kept = {"name", "task", "augment", "native_size", "preferred_side", "preprocessing", "val_of", "gaps"}
     assert {f.name for f in dataclasses.fields(data)} - kept == {"classes", "train", "val", "order", "notes"}
     assert all(getattr(data, name) == getattr(plain, name) for name in kept)

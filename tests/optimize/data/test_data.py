@@ -262,7 +262,16 @@ def test_draws_are_spread_evenly_and_independent_of_each_other(seed):
 
 def data_of(name: str, native: tuple[int, int] | None) -> ImageData:
     split = Split((b"",), torch.zeros(1, dtype=torch.int64))
-    return ImageData(name, ("a", "b"), split, split, "none", native, preferred_side=64 if name == "digits" else None)
+    return ImageData(
+        name,
+        "classification",
+        ("a", "b"),
+        split,
+        split,
+        "none",
+        native,
+        preferred_side=64 if name == "digits" else None,
+    )
 
 
 def size_of(preprocessing: Preprocessing) -> tuple[int, tuple[int, int]]:

@@ -202,7 +202,10 @@ STRIPES = """
                 (picture if label else picture.T)[::2] += 200
             return Split(Records.of(map(png, pictures)), labels)
 
-        return ImageData("stripes", ("down", "across"), split(1), split(2), "none", (side, side), preferred_side=16)
+        classes = ("down", "across")
+        return ImageData(
+            "stripes", "classification", classes, split(1), split(2), "none", (side, side), preferred_side=16
+        )
 
 
     register(DataFormat(name="stripes", open=_open, place="COUNTxSIDE", summary="stripes, drawn"))

@@ -21,6 +21,7 @@ from optimize.listener import Silent
 from optimize.measure.accuracy import accuracy, answer, load_answers, save_answers
 from optimize.run.session import Session
 from optimize.store.objects import Store
+from optimize.tasks.classification import CLASSIFICATION
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
 from serve.runtime.errors import UserError
@@ -170,13 +171,13 @@ def test_accuracy_refuses_unreadable_images_or_leaves_them_out_and_counts_them(t
     found = answer(predictor.outputs, dataclasses.replace(context, skip_unreadable=True), 32)
     whole = answer(predictor.outputs, Context(data, GREY16, CPU), 32)
     others = [row for row in range(len(sources)) if row not in rows]
-    assert found.predicted.tolist() == whole.predicted[others].tolist()
-    assert found.first.tolist() == whole.first[others].tolist()
-    record = accuracy(found, None, "key")
+    assert found.evidence["predicted"].tolist() == whole.evidence["predicted"][others].tolist()
+    assert found.evidence["first"].tolist() == whole.evidence["first"][others].tolist()
+    record = accuracy(found, None, "key", CLASSIFICATION)
     assert (record.images, record.left_out) == (len(sources) - 2, 2)
     save_answers(found, tmp_path)
     assert load_answers(tmp_path).left_out.tolist() == list(rows)
-    assert accuracy(whole, None, "key").left_out == 0
+    assert accuracy(whole, None, "key", CLASSIFICATION).left_out == 0
 
 
 def test_calibration_goes_on_without_one_image_in_twenty(tmp_path):
@@ -220,8 +221,8 @@ def test_evaluation_images_above_memory_are_decoded_once_for_all_artifacts(
     from_disk = [answer(Predictor(artifact.folder).outputs, context, 32) for artifact in artifacts]
     assert len(decodings) == len(data.val)
     for one, two in zip(from_memory, from_disk, strict=True):
-        assert torch.equal(one.logits, two.logits)
-        assert torch.equal(one.predicted, two.predicted)
+        assert torch.equal(one.outputs[0], two.outputs[0])
+        assert torch.equal(one.evidence["predicted"], two.evidence["predicted"])
     assert not list(tmp_path.iterdir()), "the file has no name, so that nothing is left behind"
 
 

@@ -37,6 +37,7 @@ from optimize.store.artifact import Artifact
 from optimize.store.keys import Key
 from optimize.store.objects import Store
 from optimize.store.sources import closure
+from optimize.tasks.classification import CLASSIFICATION
 from serve import runtime
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.card.execution import STARTED_WITH, Execution
@@ -109,7 +110,7 @@ def test_a_changed_preprocessing_of_the_same_weights_has_its_own_accuracy(
 
 def top1_of(store: Store, context: Context, artifact: Artifact) -> float:
     with Bench(store, context, QUICK) as bench:
-        return bench.answers(*bench.candidates(artifact)).value.top1
+        return CLASSIFICATION.score(bench.answers(*bench.candidates(artifact)).value.evidence)
 
 
 def test_what_is_open_already_is_timed_by_one_run_at_a_time(

@@ -18,9 +18,9 @@ import pytest
 from optimize.measure import latency
 from optimize.measure.contention import BUSY, UNSTEADY, Disturbance, Watch, disturbance
 from optimize.measure.latency import Speed, Turn, compare, measure_speed
-from optimize.measure.statistics import student_ratio
 from optimize.measure.timing import Timing
 from optimize.run.relative_speeds import fastest
+from optimize.statistics import student_ratio
 from serve.runtime.errors import PipelineError
 
 CORES = len(os.sched_getaffinity(0))

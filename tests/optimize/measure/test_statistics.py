@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimize.measure.statistics import (
+from optimize.statistics import (
     images_needed,
     paired_difference,
     paired_interval,

@@ -19,8 +19,8 @@ from torch.nn import functional
 import optimize as opt
 from optimize.models.logits import ending_of, giving_logits, materialised, with_outputs
 from optimize.models.pickling import pickled_by_value
+from optimize.tasks.classification import CLASSIFICATION
 from optimize.tracing.trace import trace
-from optimize.training.objective import label_loss, soft_loss
 from serve.runtime.card.card import Card, Preprocessing, read_card
 from serve.runtime.card.json_documents import sealed
 from serve.runtime.card.known_answer import KnownAnswer, parse_known
@@ -255,12 +255,12 @@ def test_the_loss_of_a_sigmoid_is_each_class_s_own():
     logits, labels = torch.tensor([[2.0, -1.0, 0.5]]), torch.tensor([0])
     p = [1 / (1 + math.exp(-value)) for value in logits[0].tolist()]
     expected = -(math.log(p[0]) + math.log(1 - p[1]) + math.log(1 - p[2]))
-    assert label_loss(logits, labels, "sigmoid").item() == pytest.approx(expected, rel=1e-5)
-    assert label_loss(logits, labels, "softmax").item() == pytest.approx(
+    assert CLASSIFICATION.loss(logits, labels, "sigmoid").item() == pytest.approx(expected, rel=1e-5)
+    assert CLASSIFICATION.loss(logits, labels, "softmax").item() == pytest.approx(
         -math.log(math.exp(2) / (math.exp(2) + math.exp(-1) + math.exp(0.5))), rel=1e-5
     )
-    own = soft_loss(logits, logits, 2.0, "sigmoid")
-    assert own < soft_loss(logits + 1, logits, 2.0, "sigmoid")
+    own = CLASSIFICATION.soft_loss(logits, logits, 2.0, "sigmoid")
+    assert own < CLASSIFICATION.soft_loss(logits + 1, logits, 2.0, "sigmoid")
 
 
 def test_a_known_answer_of_a_sigmoid_is_compared_as_one():

@@ -26,7 +26,7 @@ from tests.optimize.workbench import noise_context, run
 from tests.programs import Programs
 
 NONE = Split((), torch.zeros(0, dtype=torch.int64))
-PHOTOS = ImageData("photos", ("a", "b"), NONE, NONE, "none", None)
+PHOTOS = ImageData("photos", "classification", ("a", "b"), NONE, NONE, "none", None)
 
 
 def tiny(seed: int = 0) -> Tiny:

@@ -28,8 +28,8 @@ from serve.runtime.errors import UserError
 from tests.optimize.runs_fixtures import TINY, Heard, run_recipe, with_stages
 
 NONE = Split((), torch.zeros(0, dtype=torch.int64))
-PHOTOS = ImageData("photos", ("a", "b"), NONE, NONE, "none", None)
-THUMBNAILS = ImageData("cifar10", ("a", "b"), NONE, NONE, "none", (32, 32))
+PHOTOS = ImageData("photos", "classification", ("a", "b"), NONE, NONE, "none", None)
+THUMBNAILS = ImageData("cifar10", "classification", ("a", "b"), NONE, NONE, "none", (32, 32))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -112,7 +112,7 @@ def test_a_size_is_explained_by_the_data_the_wish_or_the_network():
     def origin(*arguments: object) -> str:
         return choose_preprocessing(*arguments).origins["crop"]  # type: ignore[arg-type]
 
-    digits = ImageData("digits", ("a", "b"), NONE, NONE, "none", (8, 8), preferred_side=64)
+    digits = ImageData("digits", "classification", ("a", "b"), NONE, NONE, "none", (8, 8), preferred_side=64)
     assert origin(resolve_model("resnet18"), digits) == "digits scaled to 64x64"
     assert origin(resolve_model("resnet18"), THUMBNAILS) == "the data's images are 32x32"
     assert origin(resolve_model("alexnet"), THUMBNAILS) == "the data's images are 32x32, the network needs 63x63"

@@ -22,8 +22,8 @@ from tests.narrow import layer
 needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
 
 NONE = Split((), torch.zeros(0, dtype=torch.int64))
-PHOTOS = ImageData("photos", ("a", "b"), NONE, NONE, "none", None)
-DIGITS = ImageData("digits", ("a", "b"), NONE, NONE, "none", (8, 8), preferred_side=64)
+PHOTOS = ImageData("photos", "classification", ("a", "b"), NONE, NONE, "none", None)
+DIGITS = ImageData("digits", "classification", ("a", "b"), NONE, NONE, "none", (8, 8), preferred_side=64)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALVES = ((0.5,) * 3, (0.5,) * 3)
 

@@ -49,6 +49,7 @@ from optimize.run.recipe import load_recipe
 from optimize.run.relative_speeds import turns
 from optimize.run.session import Session, Step
 from optimize.store.objects import Store
+from optimize.tasks.classification import CLASSIFICATION
 from optimize.variant import Variant
 from serve.runtime.card.execution import Execution
 from serve.runtime.engines.base import execution_id
@@ -550,7 +551,7 @@ def chosen(*cases: Case, reference: float | None = None, **by: Any) -> Choice:
         speeds["eager"] = Speed({1: [[reference]] * 7})
     floats = [case.id for case in cases if not case.int8] + (["eager"] if reference is not None else [])
     taken = turns(speeds, floats=floats, baseline=[cases[0].id])
-    right = {case.id: np.arange(IMAGES) >= case.lost for case in cases}
+    evidence = {case.id: {"first": torch.arange(IMAGES) >= case.lost} for case in cases}
     rows = [
         Row(
             name=case.name,
@@ -566,7 +567,7 @@ def chosen(*cases: Case, reference: float | None = None, **by: Any) -> Choice:
                     execution=Execution("e"),
                     measured=Measured(
                         **dict(taken.timed(case.id)),
-                        accuracy=Accuracy(top1=0.9, top5=1.0, images=IMAGES, answers="a"),
+                        accuracy=Accuracy(scores={"top1": 0.9, "top5": 1.0}, images=IMAGES, answers="a"),
                         footprint=Footprint(load_ms=1.0, memory_bytes=1),
                     ),
                 ),
@@ -575,7 +576,7 @@ def chosen(*cases: Case, reference: float | None = None, **by: Any) -> Choice:
         for case in cases
     ]
     everything = Halves(np.arange(IMAGES), np.arange(IMAGES))
-    return choose(rows, taken, right, everything, Search(**{"max_drop": 0.05, **by}))
+    return choose(rows, taken, evidence, everything, Search(**{"max_drop": 0.05, **by}), task=CLASSIFICATION)
 
 
 def test_the_fastest_that_keeps_the_budget_is_chosen() -> None:
@@ -635,6 +636,7 @@ def ended_with(choice: Choice, **changes: Any) -> Found:
     difference = Difference(delta=-0.002, low=-0.004, high=0.001, gained=1, lost=2)
     return Found(
         title="net on images",
+        task="classification",
         budget=Budget(max_drop=0.005, max_latency_ms=None, bits=(8, 32)),
         method="greedy",
         layers=3,
@@ -644,7 +646,7 @@ def ended_with(choice: Choice, **changes: Any) -> Found:
         execution=choice.pair.execution if choice.pair else None,
         bits={"a": 8, "b": 8, "c": 32},
         p50=choice.p50,
-        judged=Judgement(images=500, top1=0.9, difference=difference),
+        judged=Judgement(images=500, score=0.9, difference=difference),
         fastest_float=choice.float_name,
         fastest_float_p50=choice.float_p50,
         why=(),
@@ -689,14 +691,14 @@ def test_it_says_which_layers_are_not_int8_and_what_the_other_images_say() -> No
 )
 def test_it_says_where_the_other_images_do_not_bear_the_choice_out(delta: float, low: float, verdict: str) -> None:
     difference = Difference(delta=delta, low=low, high=0.0, gained=0, lost=5)
-    judged = Judgement(images=500, top1=0.9, difference=difference)
+    judged = Judgement(images=500, score=0.9, difference=difference)
     assert verdict in told(chosen(Case("baseline", 10), Case("int8", 4, int8=True)), judged=judged)[-1]
 
 
 def test_a_loss_of_exactly_the_budget_is_within_it_on_the_other_images_too() -> None:
     allowed = 0.7 / 100  # as --max-drop 0.7 is read: less than 7 / 1000, in binary
     judged = Judgement(
-        images=1000, top1=0.9, difference=Difference(delta=-7 / 1000, low=-0.02, high=0.0, gained=0, lost=7)
+        images=1000, score=0.9, difference=Difference(delta=-7 / 1000, low=-0.02, high=0.0, gained=0, lost=7)
     )
     budget = Budget(max_drop=allowed, max_latency_ms=None, bits=(8, 32))
     said = told(chosen(Case("baseline", 10), Case("int8", 4, int8=True)), judged=judged, budget=budget)

@@ -34,7 +34,7 @@ __all__ = ["copied_store", "tiny_run"]  # fixtures
 
 def figure(delta: float, won: float) -> Figure:
     return Figure(
-        top1=0.9 + delta,
+        score=0.9 + delta,
         difference=Difference(delta=delta, low=delta - 0.01, high=delta + 0.01, gained=1, lost=2),
         sqnr_db=21.25,
         p50=3.0,
@@ -44,12 +44,13 @@ def figure(delta: float, won: float) -> Figure:
 
 FOUND = Sensitivity(
     title="net on images",
+    task="classification",
     parent="fuse",
     config={},
     execution=Execution("openvino"),
     runs_on="openvino",
     images=1000,
-    top1=0.9,
+    score=0.9,
     p50=5.0,
     whole=figure(-0.2, 2.0),
     layers=(

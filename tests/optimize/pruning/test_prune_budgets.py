@@ -17,7 +17,6 @@ from torch import nn
 from optimize.context import Context
 from optimize.errors import PassError
 from optimize.measure.machine import machine
-from optimize.measure.statistics import RatioInterval
 from optimize.passes.prune_channels import PRUNE_CHANNELS, PruneChannels
 from optimize.pruning.groups import group
 from optimize.pruning.latency_budget import Latency, Race
@@ -25,6 +24,7 @@ from optimize.pruning.propagation import channels_of
 from optimize.pruning.regularised import GroupLasso, ScaleL1, Sparsifying, parts_of, sparsify
 from optimize.pruning.width_budget import Rounding, removed, widths
 from optimize.run.session import Session
+from optimize.statistics import RatioInterval
 from optimize.store.artifact import Artifact
 from optimize.tracing.folding import fuse_module
 from serve.runtime.errors import UserError

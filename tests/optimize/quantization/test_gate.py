@@ -18,6 +18,7 @@ from optimize.passes.qat import Qat
 from optimize.quantization import gate
 from optimize.quantization.convert import write_quantized
 from optimize.quantization.gate import Gate, check_answers
+from optimize.tasks.classification import CLASSIFICATION
 from tests.optimize.workbench import noise, noise_context, parent_of
 from tests.processor import NEEDS_VNNI
 
@@ -29,9 +30,9 @@ def logits(seed: int = 0, images: int = 32, classes: int = 10) -> torch.Tensor:
 @pytest.mark.parametrize(("noise", "decibels"), [(0.1, 20.0), (0.5, 6.0)])
 def test_the_note_states_the_ratio_and_the_agreement(noise: float, decibels: float) -> None:
     expected = logits()
-    note = check_answers(expected, expected * (1 + noise), Gate(), "these")
+    note = check_answers(expected, expected * (1 + noise), Gate(), "these", task=CLASSIFICATION)
     assert note == f"these: SQNR {decibels:.1f} dB, same top-1 on 32 of 32 training images"
-    assert check_answers(expected, expected, Gate(), "these") == (
+    assert check_answers(expected, expected, Gate(), "these", task=CLASSIFICATION) == (
         "these: equal logits, same top-1 on 32 of 32 training images"
     )
 
@@ -51,20 +52,20 @@ def test_the_note_states_the_ratio_and_the_agreement(noise: float, decibels: flo
 )
 def test_answers_that_have_nothing_to_do_with_the_parents_fail(broken: torch.Tensor) -> None:
     with pytest.raises(PassError, match=r"this is broken|not finite"):
-        check_answers(logits(), broken, Gate(), "these")
+        check_answers(logits(), broken, Gate(), "these", task=CLASSIFICATION)
 
 
 def test_few_equal_classes_fail_though_the_logits_are_near() -> None:
     """A constant that all classes share says nothing, and is most of the signal."""
     with pytest.raises(PassError, match=r"SQNR 3\d\.\d dB, same top-1 on \d of 32 .*min_agreement 0.3"):
-        check_answers(100 + logits(0), 100 + logits(1), Gate(), "these")
+        check_answers(100 + logits(0), 100 + logits(1), Gate(), "these", task=CLASSIFICATION)
 
 
 def test_silence_for_silence_is_healthy_and_noise_for_silence_is_not() -> None:
     silence = torch.zeros(32, 10)
-    check_answers(silence, silence, Gate(), "these")
+    check_answers(silence, silence, Gate(), "these", task=CLASSIFICATION)
     with pytest.raises(PassError, match=r"broken"):
-        check_answers(silence, logits(), Gate(), "these")
+        check_answers(silence, logits(), Gate(), "these", task=CLASSIFICATION)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -194,7 +194,7 @@ def test_the_artifact_is_its_own_reference_and_its_graph_is_certified_against_it
         "onnxruntime[optimizations=False]",
         "openvino",
     }
-    assert all(agreement.top1_agreement >= 0.99 for agreement in certificate.agreements)
+    assert all(agreement.agreement >= 0.99 for agreement in certificate.agreements)
     # what FX makes of the same images: the same integers, so the same answers but for a last step
     other = session.apply(fused.artifact, Ptq(), "ptq-fx").artifact
     assert quantizers(quantized.artifact.folder) == quantizers(other.folder)

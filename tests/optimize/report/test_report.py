@@ -19,8 +19,7 @@ from rich.console import Console
 from optimize.measure.figures import Difference
 from optimize.measure.latency import Speed, level
 from optimize.measure.rows import Reference, Report, Results, Row
-from optimize.measure.statistics import paired_interval
-from optimize.report.columns import COLUMNS, Cell, Column
+from optimize.report.columns import Cell, Column, columns_of
 from optimize.report.number_format import times
 from optimize.report.page import fragment, plot, write_html
 from optimize.report.plots import marks, pareto_front
@@ -30,9 +29,11 @@ from optimize.report.table import print_table, table
 from optimize.report.table_rows import Line, lines
 from optimize.run.recommendation.rule import Recommend
 from optimize.run.recommendation.selection import recommend
+from optimize.statistics import paired_interval
 from optimize.store.atomic_files import write_json
 from optimize.store.layer_effects import Effect
 from optimize.store.objects import Store
+from optimize.tasks.classification import CLASSIFICATION
 from tests.optimize.candidates import Case
 from tests.optimize.synthetic import NO_GPU, RULE, SELECTION, body, ratio, synthetic, timed
 
@@ -129,7 +130,7 @@ def trained(scores: list[float], best: int | None, **more: Any) -> dict[str, Any
     times = {"data": 1.0, "compute": 7.0, "communication": 0.0, "judgement": 2.0, "checkpoints": 0.0}
     steps = range(1, 2 * len(scores) + 1)
     return {
-        "epochs": [{"loss": 1.0, "held_out_top1": score, "times": times} for score in scores],
+        "epochs": [{"loss": 1.0, "held_out_score": score, "times": times} for score in scores],
         "points": [{"step": step, "loss": 2.0 / step, "learning_rate": 0.01 * step} for step in steps],
         **{"steps": 2, "best": best, "before": None, "processes": 1, **more},
     }
@@ -440,7 +441,7 @@ def test_a_new_column_is_one_record_and_stands_in_the_terminal_and_on_the_page(t
     def letters(line: Line, _: Results) -> Cell:
         return Cell(f"{len(line.name)} letters")
 
-    columns = (*COLUMNS, Column("letters", "length of name", "", letters, rank=1))
+    columns = (*columns_of(synthetic()), Column("letters", "length of name", "", letters, rank=1))
     heads, cells = (page_of(synthetic(), tmp_path, columns=columns).row(name)[1] for name in ("artifact", "ptq"))
     assert dict(zip(heads, cells, strict=True))["length of name"] == "3 letters"
     for width in (110, 400):
@@ -451,9 +452,10 @@ def test_a_new_column_is_one_record_and_stands_in_the_terminal_and_on_the_page(t
 
 def test_every_column_stands_on_the_page_and_in_a_terminal_that_is_wide_enough(tmp_path: Path) -> None:
     page, text = page_of(synthetic(), tmp_path), rendered(synthetic(), 600)
-    assert len({column.key for column in COLUMNS}) == len(COLUMNS)
+    columns = columns_of(synthetic())
+    assert len({column.key for column in columns}) == len(columns)
     heads = {" ".join(cell.split()) for cells in page.rows for cell in cells}
-    for column in COLUMNS:
+    for column in columns:
         assert column.head in text
         assert column.head in heads
 
@@ -474,7 +476,7 @@ def test_output_that_is_no_terminal_gets_every_column(tmp_path: Path, monkeypatc
     with (tmp_path / "out.txt").open("w+") as out, contextlib.redirect_stdout(out):
         print_table(synthetic())
     text = (tmp_path / "out.txt").read_text()
-    assert all(column.head in text for column in COLUMNS)
+    assert all(column.head in text for column in columns_of(synthetic()))
 
 
 @pytest.mark.parametrize(
@@ -606,14 +608,14 @@ def test_verdict_table_page_and_json_have_the_same_numbers_of_the_recommended_pa
         found = paired_interval(case.gained, case.lost, 750)
         accuracy = pair.measured.accuracy.model_copy(
             update={
-                "top1": (361 + case.gained - case.lost) / 750,
+                "scores": {"top1": (361 + case.gained - case.lost) / 750, "top5": 1.0},
                 "difference": None if case is baseline else Difference.of(found),
             }
         )
         pair = pair.model_copy(update={"measured": pair.measured.model_copy(update={"accuracy": accuracy})})
         rows.append(made.model_copy(update={"pairs": (pair,), "operation": case.name}))
     speeds["openvino FP32"] = graph
-    chosen = recommend(rows, speeds, Recommend())
+    chosen = recommend(rows, speeds, Recommend(), CLASSIFICATION)
     reference = Reference(name="openvino FP32", measured=graph.against(graph, graph))
     results = {
         "rows": [row.to_json() for row in rows],

@@ -1,4 +1,4 @@
-"""A loss of top-1 on the command line: half a point is never taken for half of all answers, nor the other way."""
+"""A loss of accuracy on the command line: half a point is never taken for half of all answers, nor the other way."""
 
 from __future__ import annotations
 

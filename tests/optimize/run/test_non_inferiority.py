@@ -13,8 +13,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from optimize.measure.statistics import PairedDifference, holm, loss_score, paired_interval
 from optimize.run.recommendation.non_inferiority import prove
+from optimize.statistics import PairedDifference, holm, loss_score, paired_interval
 
 LIMIT = 0.02
 #: Shares of the images that are gained and lost by a float graph, by an accurate integer one, and at the limit.

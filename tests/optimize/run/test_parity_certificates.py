@@ -34,6 +34,7 @@ from optimize.run.certification.parity_certificates import certify as certified_
 from optimize.run.certification.subject import subject
 from optimize.store.artifact import REFERENCE_FILE, Artifact
 from optimize.store.objects import Store
+from optimize.tasks.classification import CLASSIFICATION
 from serve.runs.sealed_files import seal
 from serve.runtime.card.card import load_card
 from serve.runtime.card.certificate import Agreement, Certificate
@@ -51,8 +52,7 @@ GRAPH = ("onnxruntime", "onnxruntime[optimizations=False]", "openvino", "torchsc
 
 
 def answers(logits: torch.Tensor, labels: torch.Tensor) -> Answers:
-    predicted = logits.argmax(1)
-    return Answers(predicted == labels, torch.ones(len(labels), dtype=torch.bool), predicted, logits)
+    return Answers(CLASSIFICATION.evidence((logits,), labels), (logits,))
 
 
 TORCH = Execution("torchscript")
@@ -131,13 +131,13 @@ def test_answers_that_were_just_taken_are_not_called_cached_by_a_second_reading(
 def test_a_graphs_certificate_says_what_torchs_kernels_ran() -> None:
     logits, labels = torch.eye(5), torch.arange(5)
     torchs, openvinos = (
-        agreement(name, answers(logits, labels), answers(logits, labels), steps={"logits": None})
+        agreement(name, answers(logits, labels), answers(logits, labels), steps={"logits": None}, task=CLASSIFICATION)
         for name in ("torchscript", "openvino")
     )
 
     def told(*entries: Agreement, **absent: str) -> bool:
         made = Certificate("a" * 64, None, 5, 5, "b" * 64, entries, absent=absent)
-        return "torchscript ran the packed program that the graph was made from" in explained(made)
+        return "torchscript ran the packed program that the graph was made from" in explained(made, CLASSIFICATION)
 
     assert told(torchs, openvinos)
     assert told(torchs, openvino="it is not installed")
@@ -158,25 +158,35 @@ def test_an_agreement_counts_steps_of_the_answers_quantizer() -> None:
     other = reference.clone()
     other[3, 2] += 1.5
     other[7, 0] -= 1.0
-    found = agreement("any", answers(reference, labels), answers(other, labels), steps={"logits": 0.5})
+    found = agreement(
+        "any", answers(reference, labels), answers(other, labels), steps={"logits": 0.5}, task=CLASSIFICATION
+    )
     assert found.steps == 3.0
     assert found.max_abs == 1.5
     assert found.sqnr_db == pytest.approx(10 * math.log10(float((reference**2).sum()) / (1.5**2 + 1.0)))
     same = (reference.argmax(1) == other.argmax(1)).double().mean().item()
-    assert found.top1_agreement == same
+    assert found.agreement == same
 
 
 def test_an_agreement_without_a_quantizer_of_the_answer_has_no_steps() -> None:
     logits, labels = torch.eye(5), torch.arange(5)
-    found = agreement("any", answers(logits, labels), answers(logits, labels), steps={"logits": None})
-    assert (found.steps, found.sqnr_db, found.max_abs, found.top1_agreement) == (None, None, 0.0, 1.0)
+    found = agreement(
+        "any", answers(logits, labels), answers(logits, labels), steps={"logits": None}, task=CLASSIFICATION
+    )
+    assert (found.steps, found.sqnr_db, found.max_abs, found.agreement) == (None, None, 0.0, 1.0)
     assert found.holds
 
 
 def test_answers_of_a_kernel_that_saturates_do_not_hold() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(400, 10, generator=generator), torch.arange(400) % 10
-    found = agreement("any", answers(logits, labels), answers(logits.clamp(max=0.5), labels), steps={"logits": 0.02})
+    found = agreement(
+        "any",
+        answers(logits, labels),
+        answers(logits.clamp(max=0.5), labels),
+        steps={"logits": 0.02},
+        task=CLASSIFICATION,
+    )
     assert not found.holds
 
 
@@ -225,7 +235,7 @@ def test_the_figures_are_those_of_the_files(tiny_run: TinyRun, digits) -> None:
     (found,) = session.run(None, {session.get_inputs()[0].name: pixels.numpy()})
     entry = certificate(tiny_run, "onnx-int8").agreements[1]
     same = (meant.numpy().argmax(1) == found.argmax(1)).mean()
-    assert entry.top1_agreement == pytest.approx(same, abs=2 / len(pixels))
+    assert entry.agreement == pytest.approx(same, abs=2 / len(pixels))
     right = [(logits.argmax(1) == digits.val.labels.numpy()).mean() for logits in (meant.numpy(), found)]
     assert entry.delta == pytest.approx(right[1] - right[0], abs=2 / len(pixels))
     assert np.abs(found).max() > 0

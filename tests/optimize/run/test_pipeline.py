@@ -105,14 +105,14 @@ def test_the_report_says_what_was_run_on_what_and_every_row_has_its_figures(tiny
         assert latency.p50 > 0
         assert latency.p95 <= latency.p99
         assert latency.samples >= 2 * 15  # two rounds of five times the minimum
-        assert accuracy.top1 <= accuracy.top5 <= 1
+        assert accuracy.score <= accuracy.scores["top5"] <= 1
         assert (accuracy.difference is None) == (row.name == "baseline")
         if accuracy.difference is not None:
             assert accuracy.difference.low <= accuracy.difference.delta <= accuracy.difference.high
         assert measured.footprint.memory_bytes > 0
         assert measured.footprint.load_ms > 0
     assert report.recommended in [row.name for row, _ in figures(report)]
-    assert json.loads((tiny_run.folder / "report.json").read_text())["schema"] == 4
+    assert json.loads((tiny_run.folder / "report.json").read_text())["schema"] == 5
 
 
 def test_speeds_are_multiples_of_the_fastest_float_and_the_recommended_pair_is_one_that_was_measured(
@@ -210,8 +210,8 @@ def test_accuracy_and_parity_are_those_of_the_files_opened_with_their_libraries(
         right = own.argmax(1) == val.labels
         five = ((-own).argsort(stable=True).argsort()[range(len(val)), val.labels]) < 5
         close = 0.5 * one_image
-        assert measured.accuracy.top1 == pytest.approx(right.double().mean().item(), abs=close)
-        assert measured.accuracy.top5 == pytest.approx(five.double().mean().item(), abs=close)
+        assert measured.accuracy.score == pytest.approx(right.double().mean().item(), abs=close)
+        assert measured.accuracy.scores["top5"] == pytest.approx(five.double().mean().item(), abs=close)
         assert measured.accuracy.images == len(val) == 359
         if row.parent is None:
             continue
@@ -223,9 +223,7 @@ def test_accuracy_and_parity_are_those_of_the_files_opened_with_their_libraries(
         parent, parity = logits[row.parent], measured.parity
         assert parity is not None
         assert parity.max_abs == pytest.approx((own - parent).abs().max().item(), rel=0.001, abs=1e-5)
-        assert parity.top1_agreement == pytest.approx(
-            (own.argmax(1) == parent.argmax(1)).double().mean().item(), abs=close
-        )
+        assert parity.agreement == pytest.approx((own.argmax(1) == parent.argmax(1)).double().mean().item(), abs=close)
         noise = 10 * torch.log10((parent**2).sum() / ((own - parent) ** 2).sum()).item()
         if noise < 80:  # else it is the noise of float32
             assert parity.sqnr_db == pytest.approx(noise, abs=0.05)
@@ -233,12 +231,12 @@ def test_accuracy_and_parity_are_those_of_the_files_opened_with_their_libraries(
 
 def test_the_model_has_learnt_and_int8_keeps_it(tiny_run: TinyRun) -> None:
     parities = {row.name: measured.parity for row, measured in figures(tiny_run.report) if measured.parity}
-    assert tiny_run.measured("baseline").accuracy.top1 > 0.6
-    assert parities["fuse"].top1_agreement == 1
+    assert tiny_run.measured("baseline").accuracy.score > 0.6
+    assert parities["fuse"].agreement == 1
     assert parities["onnx"].max_abs < 1e-3
     assert (parities["ptq"].sqnr_db or 0.0) > 10
     assert parities["ptq"].max_abs > 0
-    assert tiny_run.measured("qat").accuracy.top1 > 0.6
+    assert tiny_run.measured("qat").accuracy.score > 0.6
 
 
 def test_throughput_is_in_images_a_second_and_latency_in_milliseconds(tiny_run: TinyRun) -> None:
@@ -335,7 +333,7 @@ def keys(outcome: Outcome | TinyRun) -> dict[str, str]:
 
 def accuracies(report: Report) -> dict[str, float]:
     """Top-1 of each pair that was measured; which of a row's is the fastest may differ from one run to the next."""
-    return {pair.id: pair.measured.accuracy.top1 for row in report.rows for pair in row.pairs if pair.measured}
+    return {pair.id: pair.measured.accuracy.score for row in report.rows for pair in row.pairs if pair.measured}
 
 
 def changed(stage: str, **config: Any) -> dict[str, Any]:
@@ -417,7 +415,7 @@ def test_a_checkpoint_is_the_baseline_and_another_one_makes_everything_anew(
     outcome, heard = run_recipe(copied_store, with_stages(FUSE), run="c", checkpoint=tmp_path / "same.safetensors")
     assert "baseline" in heard.made()
     assert "fuse" not in heard.made()  # its parent's files are the same, wherever they came from
-    assert accuracies(outcome.report)["baseline@exported"] == tiny_run.measured("baseline").accuracy.top1
+    assert accuracies(outcome.report)["baseline@exported"] == tiny_run.measured("baseline").accuracy.score
     weights["12.bias"] = weights["12.bias"] + torch.eye(10)[3] * 100
     save_file(weights, tmp_path / "other.safetensors")
     recipe, checkpoint = with_stages(FUSE), tmp_path / "other.safetensors"

@@ -11,6 +11,7 @@ import pytest
 
 from optimize.measure.rows import Row
 from optimize.run.publishing import evidence_of, preferred_executions
+from optimize.tasks.classification import CLASSIFICATION
 from serve.common.options import ServingOptions
 from serve.packing.pack import package_run
 from serve.runtime.card.card import Card, Preprocessing
@@ -86,14 +87,14 @@ def test_an_archive_carries_the_accuracy_of_what_was_measured_with_its_interval(
     measured = row(
         ("openvino", "cpu", 1, 3.0), ("onnxruntime-cuda", "cuda:1", None, 0.5), ("onnxruntime", "cpu", None, None)
     )
-    found = evidence_of(measured)
+    found = evidence_of(measured, CLASSIFICATION)
     assert [entry.execution for entry in found] == [
         Execution("openvino", threads=1),
         Execution("onnxruntime-cuda", "cuda"),
     ]
     accuracy = measured.pairs[0].measured.accuracy  # type: ignore[union-attr]
-    assert (found[0].top1, found[0].images) == (accuracy.top1, accuracy.images)
-    assert 0 < found[0].low < accuracy.top1 < found[0].high < 1
+    assert (found[0].metric, found[0].score, found[0].images) == ("top1", accuracy.score, accuracy.images)
+    assert 0 < found[0].low < accuracy.score < found[0].high < 1
 
 
 def test_the_recommended_pair_is_served_first_though_a_less_accurate_one_is_faster() -> None:

@@ -14,9 +14,9 @@ import optimize as opt
 from optimize import cli
 from optimize.measure import process_pool
 from optimize.measure.rows import Results, Row
-from optimize.measure.statistics import paired_difference
 from optimize.run.recommendation.rule import Recommend
 from optimize.run.run_comparison import compare_runs
+from optimize.statistics import paired_difference
 from serve.runs.sealed_files import seal
 from serve.runtime.errors import UserError
 from serve.runtime.service.predictor import Predictor
@@ -65,7 +65,7 @@ def test_a_run_stands_for_its_baseline_and_its_recommended_artifact(tiny_run: Ti
         report = json.loads((two_runs / run / "report.json").read_text())
         stored = next(entry for entry in report["rows"] if entry["name"] == artifact)
         measured = [pair["measured"] for pair in stored["pairs"] if pair["measured"]]
-        assert row.measured.accuracy.top1 in [entry["accuracy"]["top1"] for entry in measured]
+        assert row.measured.accuracy.score in [entry["accuracy"]["top1"] for entry in measured]
         assert row.file is not None
         assert row.file.bytes == stored["file"]["bytes"]
         # Times of two sessions do not compare: these are none of the stored ones.
@@ -187,5 +187,5 @@ def test_a_report_of_another_version_is_left_out_of_the_list_and_named(two_runs:
     assert "other" not in result.stdout
     assert "tiny" in result.stdout
     (line,) = result.stderr.splitlines()
-    assert "other/report.json is of an older version (schema 1, not 4)" in line
+    assert "other/report.json is of an older version (schema 1, not 5)" in line
     assert line.endswith("run the model again")

@@ -76,7 +76,7 @@ def test_served_answers_equal_those_of_the_artifacts_in_process(tiny_run: TinyRu
             assert described["execution"] == execution_id(serving.executions[0])
             measured = [pair.measured for pair in tiny_run.row(name).pairs if pair.runs_on == described["execution"]]
             assert measured[0] is not None
-            assert described["accuracy"]["top1"] == measured[0].accuracy.top1
+            assert described["accuracy"]["top1"] == measured[0].accuracy.score
             assert described["accuracy"]["images"] == measured[0].accuracy.images
             predictor = Predictor(folder / "artifacts" / name, serving.executions[0])
             for image in images:

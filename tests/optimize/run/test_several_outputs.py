@@ -24,6 +24,7 @@ from optimize.quantization.gate import Gate, check_answers, each_sqnr
 from optimize.report.parity_text import rows
 from optimize.run.finished_run import artifact_of, reopen_run
 from optimize.store.artifact import REFERENCE_FILE, Artifact
+from optimize.tasks.classification import CLASSIFICATION
 from serve.common.config import Config
 from serve.runtime.card.card import Card, parse_card
 from serve.runtime.card.certificate import Certificate
@@ -138,19 +139,20 @@ def test_a_trained_int8_network_keeps_both_outputs(parent: Artifact, tmp_path: P
 
 def test_the_gate_refuses_an_artifact_for_one_bad_output_and_names_each() -> None:
     logits, maps = torch.randn(8, 4), torch.randn(8, 3, 8, 8)
-    note = check_answers((logits, maps), (logits, maps * 1.01), Gate(), "these", NAMES)
+    note = check_answers((logits, maps), (logits, maps * 1.01), Gate(), "these", task=CLASSIFICATION, names=NAMES)
     assert note == "these: logits equal, map SQNR 40.0 dB, same top-1 on 8 of 8 training images"
     with pytest.raises(opt.PassError, match=r"map SQNR -3\.0 dB, .*this is broken"):
-        check_answers((logits, maps), (logits, maps * (1 + 2**0.5)), Gate(), "these", NAMES)
+        check_answers((logits, maps), (logits, maps * (1 + 2**0.5)), Gate(), "these", task=CLASSIFICATION, names=NAMES)
     maps[0, 0, 0, 0] = torch.nan
     with pytest.raises(opt.PassError, match="not finite"):
-        check_answers((logits, logits), (logits, maps), Gate(), "these", NAMES)
+        check_answers((logits, logits), (logits, maps), Gate(), "these", task=CLASSIFICATION, names=NAMES)
 
 
 def answers(logits: torch.Tensor, maps: torch.Tensor) -> Answers:
     predicted = logits.argmax(1)
     right = predicted == torch.arange(len(logits)) % logits.shape[1]
-    return Answers(right, torch.ones(len(logits), dtype=torch.bool), predicted, logits, others=(maps,))
+    evidence = {"first": right, "five": torch.ones(len(logits), dtype=torch.bool), "predicted": predicted}
+    return Answers(evidence, (logits, maps))
 
 
 def test_each_output_is_compared_with_its_own_step(tmp_path: Path) -> None:
@@ -158,7 +160,9 @@ def test_each_output_is_compared_with_its_own_step(tmp_path: Path) -> None:
     other = maps.clone()
     other[0, 0, 0, 0] += 0.5
     save_answers(answers(logits, other), tmp_path)
-    found = agreement("any", answers(logits, maps), load_answers(tmp_path), {"logits": 0.1, "map": 0.25})
+    found = agreement(
+        "any", answers(logits, maps), load_answers(tmp_path), {"logits": 0.1, "map": 0.25}, CLASSIFICATION
+    )
     assert (found.sqnr_db, found.steps) == (None, 0.0)
     (of_map,) = found.others
     assert (of_map.output, of_map.max_abs, of_map.steps) == ("map", 0.5, 2.0)
@@ -170,14 +174,16 @@ def test_each_output_is_compared_with_its_own_step(tmp_path: Path) -> None:
 
 
 def test_records_of_a_network_with_one_output_have_no_field_for_others() -> None:
-    alone = dataclasses.replace(answers(torch.eye(4), torch.eye(4)), others=())
-    assert "others" not in parity(alone, alone, "x").to_json()
-    found = agreement("any", alone, alone, {"logits": None})
+    alone = dataclasses.replace(answers(torch.eye(4), torch.eye(4)), outputs=(torch.eye(4),))
+    assert "others" not in parity(alone, alone, "x", CLASSIFICATION).to_json()
+    found = agreement("any", alone, alone, {"logits": None}, CLASSIFICATION)
     assert "others" not in Certificate("a" * 64, None, 4, 4, "b" * 64, (found,)).to_json()["agreements"][0]
-    both = parity(answers(torch.eye(4), torch.eye(4)), answers(torch.eye(4), 2 * torch.eye(4)), "x", NAMES)
+    both = parity(
+        answers(torch.eye(4), torch.eye(4)), answers(torch.eye(4), 2 * torch.eye(4)), "x", CLASSIFICATION, NAMES
+    )
     assert Parity.from_json(both.to_json()) == both
     assert both.others[0].max_abs == 1.0
-    assert accuracy(alone, None, "key").top1 == 1.0
+    assert accuracy(alone, None, "key", CLASSIFICATION).score == 1.0
 
 
 @pytest.mark.parametrize("names", [[], ["a", "a"], ["a", 1], "logits"])

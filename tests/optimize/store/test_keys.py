@@ -65,6 +65,7 @@ INPUTS: dict[type[Key], dict[str, tuple[Any, Any]]] = {
     keys.AnswersKey: {
         "artifact": ({"files": {}}, {"files": {"model.pt": "0"}}),
         "execution": (Execution("openvino").to_json(), Execution("openvino", threads=1).to_json()),
+        "task": ("classification", "another"),
         "images": ("d" * 64, "e" * 64),
         "preprocessing": (PLAIN, dataclasses.replace(PLAIN, resize=20)),
         "skip_unreadable": (False, True),

@@ -65,7 +65,7 @@ def one_letter_else(path: Path) -> bytes:
 
 def numbers(report: Report) -> dict[str, float]:
     """Top-1 of each pair that was measured."""
-    return {pair.id: pair.measured.accuracy.top1 for row in report.rows for pair in row.pairs if pair.measured}
+    return {pair.id: pair.measured.accuracy.score for row in report.rows for pair in row.pairs if pair.measured}
 
 
 def verified(store: Path) -> str:

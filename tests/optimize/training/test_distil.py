@@ -19,12 +19,13 @@ from optimize.listener import Silent
 from optimize.models.teacher import Teacher
 from optimize.passes.qat import QAT, Qat
 from optimize.store.objects import Store
+from optimize.tasks.classification import CLASSIFICATION
 from optimize.training.config import TrainingConfig
 from optimize.training.distil import Distil
 from optimize.training.features import Student, match, relative_error
 from optimize.training.loop import train
 from optimize.training.mixup import mixed
-from optimize.training.objective import Distillation, Piece, soft_loss
+from optimize.training.objective import Distillation, Piece
 from optimize.training.precision import Precision
 from serve.runtime.errors import UserError
 from tests.optimize.tiny_net import Tiny
@@ -103,9 +104,11 @@ def test_the_soft_loss_is_hintons(temperature):
     generator = np.random.default_rng(0)
     student, teacher = generator.normal(0, 3, (2, 5, 7))
     expected = temperature**2 * divergence(softmax(teacher / temperature), softmax(student / temperature))
-    found = soft_loss(torch.tensor(student), torch.tensor(teacher), temperature)
+    found = CLASSIFICATION.soft_loss(torch.tensor(student), torch.tensor(teacher), temperature)
     assert found.item() == pytest.approx(expected, rel=1e-9)
-    assert soft_loss(torch.tensor(student), torch.tensor(student), temperature).item() == pytest.approx(0, abs=1e-12)
+    assert CLASSIFICATION.soft_loss(torch.tensor(student), torch.tensor(student), temperature).item() == pytest.approx(
+        0, abs=1e-12
+    )
 
 
 def test_at_a_high_temperature_its_gradient_is_that_of_the_logits_squared_distance():
@@ -117,7 +120,7 @@ def test_at_a_high_temperature_its_gradient_is_that_of_the_logits_squared_distan
     teacher = torch.randn(3, 5, dtype=torch.float64)
     student, teacher = (logits - logits.mean(1, keepdim=True) for logits in (student, teacher))
     student.requires_grad_()
-    soft_loss(student, teacher, 1e6).backward()
+    CLASSIFICATION.soft_loss(student, teacher, 1e6).backward()
     assert student.grad is not None
     assert torch.allclose(student.grad, (student - teacher).detach() / 5 / 3, rtol=0, atol=1e-5)
 

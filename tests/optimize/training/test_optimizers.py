@@ -13,7 +13,7 @@ from optimize.data.loading import loader
 from optimize.data.splits import hold_out
 from optimize.passes.qat import Qat
 from optimize.training.config import TrainingConfig
-from optimize.training.loop import top1, train
+from optimize.training.loop import score_of, train
 from optimize.training.optimizers import clip, make_optimizer
 from serve.runtime.errors import UserError
 from serve.runtime.images.image_preprocessing import normalise
@@ -110,4 +110,4 @@ def test_a_transformer_learns_the_digits_with_adamw_and_no_other_setting_of_the_
     )
     module.conv_proj = nn.Conv2d(1, 64, 8, 8)  # the images are grey
     train(module, digits_context, TrainingConfig(epochs=5, batch_size=32, optimizer="adamw", augment=False))
-    assert top1(module, digits_context.evaluation(256, CPU), digits_context) > 0.8
+    assert score_of(module, digits_context.evaluation(256, CPU), digits_context) > 0.8

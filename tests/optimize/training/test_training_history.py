@@ -93,7 +93,7 @@ def test_what_was_trained_keeps_how_and_its_card_and_files_do_not(session, made)
     (history,) = first.training
     assert len(history.epochs) == SHORT.epochs
     assert (history.before, history.processes) == (None, 1)
-    assert history.epochs[history.best].held_out_top1 == max(epoch.held_out_top1 for epoch in history.epochs)
+    assert history.epochs[history.best].held_out_score == max(epoch.held_out_score for epoch in history.epochs)
     assert session.baseline(SHORT).training == first.training, "from the store"
     qat = made("qat")
     (of_qat,) = read_product(session.store.objects / qat.key).product.training
@@ -142,9 +142,9 @@ def test_tensorboard_shows_the_curves_of_a_training_while_it_goes_on(tmp_path):
     assert [value for _, value in found["learning-rate"]] == pytest.approx(
         [point.learning_rate for point in history.points]
     )
-    scores = [epoch.held_out_top1 for epoch in history.epochs]
-    assert [step for step, _ in found["held-out-top1"]] == [6, 12]
-    assert [value for _, value in found["held-out-top1"]] == pytest.approx(scores)
+    scores = [epoch.held_out_score for epoch in history.epochs]
+    assert [step for step, _ in found["held-out-score"]] == [6, 12]
+    assert [value for _, value in found["held-out-score"]] == pytest.approx(scores)
     assert {f"seconds/{name}" for name in PARTS} < found.keys()
     write_histories([history], tmp_path / "again")
     assert scalars(tmp_path / "again") == found
@@ -156,7 +156,7 @@ def test_events_of_what_is_in_the_store_are_written_and_change_no_key(session, t
     key = session.baseline(SHORT).artifact.key
     step = Session(session.store, session.source, context).baseline(SHORT)
     assert (step.cached, step.artifact.key) == (True, key)
-    assert len(scalars(tmp_path / "baseline")["held-out-top1"]) == SHORT.epochs
+    assert len(scalars(tmp_path / "baseline")["held-out-score"]) == SHORT.epochs
 
 
 def test_several_trainings_of_one_artifact_have_a_folder_each(tmp_path):

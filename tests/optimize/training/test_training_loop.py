@@ -17,7 +17,7 @@ from optimize.errors import PassError
 from optimize.listener import Silent
 from optimize.training import loop as training
 from optimize.training.config import TrainingConfig
-from optimize.training.loop import top1, train
+from optimize.training.loop import score_of, train
 from serve.runtime.errors import UserError
 from serve.runtime.images.image_preprocessing import normalise
 from tests.narrow import layer
@@ -95,9 +95,9 @@ def test_a_tiny_network_learns_the_digits(digits, digits_context):
     torch.manual_seed(0)
     module = Tiny(10)
     batches = loader(digits.val, GREY16, batch_size=256, device=CPU)
-    assert top1(module.eval(), batches, digits_context) < 0.3
+    assert score_of(module.eval(), batches, digits_context) < 0.3
     result = train(module, digits_context, TrainingConfig(epochs=2, batch_size=32, learning_rate=0.1, augment=False))
-    assert top1(module, batches, digits_context) > 0.85
+    assert score_of(module, batches, digits_context) > 0.85
     assert result.epochs[1].loss < result.epochs[0].loss < 2.3
     assert result.held_out_images == pytest.approx(0.1 * len(digits.train), abs=10)
     assert not module.training
@@ -122,7 +122,7 @@ def test_top1_is_the_share_of_right_answers():
             return nn.functional.one_hot(torch.full((len(batch),), 2), 4).float()
 
     split = dataclasses.replace(context.data.train, labels=torch.tensor([2] * 5 + [1] * 11))
-    assert top1(AlwaysTwo(), loader(split, GREY16, batch_size=6, device=CPU), context) == 5 / 16
+    assert score_of(AlwaysTwo(), loader(split, GREY16, batch_size=6, device=CPU), context) == 5 / 16
 
 
 @pytest.mark.parametrize(
@@ -137,11 +137,11 @@ def test_the_weights_of_the_best_epoch_are_kept(scores, best, monkeypatch):
         states.append({name: tensor.clone() for name, tensor in module.state_dict().items()})
         return next(remaining)
 
-    monkeypatch.setattr(training, "top1", scripted)
+    monkeypatch.setattr(training, "score_of", scripted)
     result = train(module, brightness(), FAST.model_copy(update={"epochs": 3}))
     assert result.best == best
-    assert [epoch.held_out_top1 for epoch in result.epochs] == scores
-    assert result.held_out_top1 == scores[best]
+    assert [epoch.held_out_score for epoch in result.epochs] == scores
+    assert result.held_out_score == scores[best]
     kept = module.state_dict()
     for number, state in enumerate(states):
         assert all(torch.equal(kept[name], state[name]) for name in kept) == (number == best)
@@ -155,11 +155,11 @@ def test_the_weights_of_the_best_epoch_are_kept(scores, best, monkeypatch):
 def test_what_was_trained_already_is_kept_where_no_epoch_is_better(scores, best, monkeypatch):
     module, remaining = network(), iter(scores)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    monkeypatch.setattr(training, "top1", lambda *given: next(remaining))
+    monkeypatch.setattr(training, "score_of", lambda *given: next(remaining))
     result = train(module, brightness(), FAST.model_copy(update={"epochs": 2}), from_start=True)
     assert result.best == best
-    assert result.held_out_top1 == max(scores)
-    assert [epoch.held_out_top1 for epoch in result.epochs] == scores[1:]
+    assert result.held_out_score == max(scores)
+    assert [epoch.held_out_score for epoch in result.epochs] == scores[1:]
     kept = module.state_dict()
     assert all(torch.equal(kept[name], before[name]) for name in kept) == (best is None)
     assert ("no better after any of 2 epochs, kept as it was before training" in result.kept) == (best is None)

@@ -288,13 +288,13 @@ def test_a_quantizer_in_mixed_precision_is_the_usual_one_in_float32():
 
 def test_deterministic_algorithms_are_asked_for_and_given_back(monkeypatch):
     during: list[bool] = []
-    judged = training.top1
+    judged = training.score_of
 
     def noting(*given):
         during.append(torch.are_deterministic_algorithms_enabled())
         return judged(*given)
 
-    monkeypatch.setattr(training, "top1", noting)
+    monkeypatch.setattr(training, "score_of", noting)
     for wanted in (True, False):
         train(network(), brightness(), FAST.model_copy(update={"epochs": 1, "deterministic": wanted}))
     assert during == [True, False]

@@ -15,7 +15,6 @@ from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
 
 from optimize.context import Context
-from optimize.measure.statistics import sqnr_db
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
@@ -31,6 +30,7 @@ from optimize.quantization.placement.attention_scores import free_scores
 from optimize.quantization.rewrites.attention import write_out_attention
 from optimize.quantization.static import calibrating, observing
 from optimize.quantization.targets import TargetName, target_named
+from optimize.statistics import sqnr_db
 from optimize.store.artifact import Artifact
 from optimize.tracing.folding import fuse_module
 from optimize.tracing.trace import trace

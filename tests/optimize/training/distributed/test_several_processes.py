@@ -103,7 +103,7 @@ def test_two_processes_train_what_one_does():
     assert all(torch.equal(state["second.weight"] == 0, before["second.weight"] == 0) for state in states)
     assert max(differences(*states).values()) < 1e-5
     one, two = results
-    assert [epoch.held_out_top1 for epoch in two.epochs] == [epoch.held_out_top1 for epoch in one.epochs]
+    assert [epoch.held_out_score for epoch in two.epochs] == [epoch.held_out_score for epoch in one.epochs]
     assert [epoch.loss for epoch in two.epochs] == pytest.approx([epoch.loss for epoch in one.epochs], abs=1e-5)
     for mine, theirs in zip(two.history.points, one.history.points, strict=True):
         assert dataclasses.replace(mine, loss=theirs.loss) == theirs
@@ -113,7 +113,7 @@ def test_two_processes_train_what_one_does():
     assert all(epoch.times.communication > 0 for epoch in two.epochs)
     assert (two.best, two.held_out_images, two.kept) == (one.best, one.held_out_images, one.kept)
     assert two.held_out_images == 9
-    assert any(0 < epoch.held_out_top1 < 1 for epoch in two.epochs), "an image that counts twice would be seen"
+    assert any(0 < epoch.held_out_score < 1 for epoch in two.epochs), "an image that counts twice would be seen"
     assert heard.fractions == sorted(heard.fractions)
     assert heard.fractions[-1] == 1.0
 

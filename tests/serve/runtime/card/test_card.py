@@ -53,6 +53,7 @@ CARD = Card(
 
 def body_of(card: Card) -> dict[str, Any]:
     body: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(card)))
+    body["certificate"] = card.certificate and json.loads(json.dumps(card.certificate.to_json()))
     return body
 
 

@@ -15,7 +15,9 @@ from serve.runtime.errors import CardError
 from serve.runtime.service.predictor import Predictor
 from tests.serve import artifacts
 
-AGREEMENT = Agreement("openvino", 0.9975, 41.5, 0.125, 2.0, delta=0.0, low=-0.004, high=0.004, gained=1, lost=1)
+AGREEMENT = Agreement(
+    "openvino", {"top1_agreement": 0.9975}, 41.5, 0.125, 2.0, delta=0.0, low=-0.004, high=0.004, gained=1, lost=1
+)
 CERTIFICATE = Certificate(
     reference="a" * 64,
     step=0.0625,
@@ -28,6 +30,8 @@ CERTIFICATE = Certificate(
     versions={"openvino": "1.0"},
     key="c" * 64,
 )
+#: An agreement as in JSON, where its shares are beside the other fields.
+TOLD = CERTIFICATE.to_json()["agreements"][0]
 
 
 def test_a_card_keeps_it_and_the_endpoint_tells_it(tmp_path: Path) -> None:
@@ -54,9 +58,10 @@ def test_a_card_without_one_says_so(tmp_path: Path) -> None:
         ("logits_of", True),
         ("agreements", {}),
         ("agreements", [{}]),
-        ("agreements", [{**dataclasses.asdict(AGREEMENT), "top1_agreement": 1.5}]),
-        ("agreements", [{**dataclasses.asdict(AGREEMENT), "low": 0.1}]),
-        ("agreements", [{**dataclasses.asdict(AGREEMENT), "unknown": 1}]),
+        ("agreements", [{**TOLD, "top1_agreement": 1.5}]),
+        ("agreements", [{**TOLD, "low": 0.1}]),
+        ("agreements", [{**TOLD, "unknown": 2}]),
+        ("agreements", [{name: value for name, value in TOLD.items() if name != "top1_agreement"}]),
         ("agreements", [3]),
         ("absent", ["openvino"]),
         ("versions", {"openvino": 1}),
@@ -79,8 +84,8 @@ def test_other_values_are_refused(body: object) -> None:
     ("changes", "holds"),
     [
         ({}, True),
-        ({"top1_agreement": 0.995}, True),
-        ({"top1_agreement": 0.9949}, False),
+        ({"agreements": {"top1_agreement": 0.995}}, True),
+        ({"agreements": {"top1_agreement": 0.9949}}, False),
         ({"delta": 0.01, "low": 0.001, "high": 0.02}, False),
         ({"delta": -0.01, "low": -0.02, "high": -0.001}, False),
         ({"delta": -0.01, "low": -0.02, "high": 0.0}, True),

@@ -43,7 +43,13 @@ EXECUTIONS = st.builds(
             "decoder": st.sampled_from(["cpu", "reduced", "some-other"]),
             "evidence": st.lists(
                 st.builds(
-                    Evidence, EXECUTIONS, st.just(0.5), st.floats(0, 0.5), st.floats(0.5, 1), st.integers(1, 10**6)
+                    Evidence,
+                    EXECUTIONS,
+                    st.sampled_from(["top1", "some_other"]),
+                    st.just(0.5),
+                    st.floats(0, 0.5),
+                    st.floats(0.5, 1),
+                    st.integers(1, 10**6),
                 ),
                 max_size=2,
             ).map(tuple),
@@ -67,7 +73,7 @@ def test_what_is_written_is_read_back(
     assert parse_serving(json.dumps(dict(reversed(json.loads(record.text).items()))), WHERE).text == record.text
 
 
-EVIDENCE = Evidence(Execution("openvino"), 0.9, 0.8, 0.95, 100).to_json()
+EVIDENCE = Evidence(Execution("openvino"), "top1", 0.9, 0.8, 0.95, 100).to_json()
 
 
 def changed(**fields: Any) -> str:
@@ -101,7 +107,8 @@ def changed(**fields: Any) -> str:
         (changed(budget={"image_pixels": "many"}), "image_pixels must be above 0 and finite, got 'many'"),
         (changed(budget={"image_pixels": None}), "image_pixels must be above 0"),
         (changed(evidence={}), "evidence must be a list"),
-        (changed(evidence=[{}]), "evidence must have the fields execution, high, images, low, top1"),
+        (changed(evidence=[{}]), "evidence must have the fields execution, high, images, low and one score"),
+        (changed(evidence=[EVIDENCE | {"top5": 0.9}]), "evidence must have the fields .* and one score"),
         (changed(evidence=[EVIDENCE | {"top1": 1.5}]), "top1 must be a number from 0 to 1"),
         (changed(evidence=[EVIDENCE | {"low": 0.95}]), "top1 must lie in its interval"),
         (changed(evidence=[EVIDENCE | {"execution": "openvino"}]), "must be a mapping"),
@@ -180,8 +187,8 @@ def test_an_option_that_means_nothing_is_refused(settings: dict[str, Any], said:
 
 def test_evidence_holds_for_whatever_computes_the_same() -> None:
     evidence = (
-        Evidence(Execution("openvino", threads=2), 0.9, 0.8, 0.95, 100),
-        Evidence(Execution("exported", "cuda", options={"compile": True}), 0.7, 0.6, 0.75, 100),
+        Evidence(Execution("openvino", threads=2), "top1", 0.9, 0.8, 0.95, 100),
+        Evidence(Execution("exported", "cuda", options={"compile": True}), "top1", 0.7, 0.6, 0.75, 100),
     )
     assert evidence_for(evidence, Execution("openvino", threads=1, buckets=(1, 8))) == {
         "top1": 0.9,
@@ -198,7 +205,7 @@ def test_evidence_holds_for_whatever_computes_the_same() -> None:
 
 def test_what_is_served_tells_its_accuracy_where_it_was_measured_as_it_runs(tmp_path: Path) -> None:
     folder = artifacts.onnx(tmp_path / "artifact")
-    measured = Evidence(Execution("onnxruntime"), 0.9, 0.8, 0.95, 100)
+    measured = Evidence(Execution("onnxruntime"), "top1", 0.9, 0.8, 0.95, 100)
     for engine, told in (("onnxruntime", {"top1": 0.9, "low": 0.8, "high": 0.95, "images": 100}), ("openvino", None)):
         serving = Serving((Execution(engine, threads=1),), batch_size=1, evidence=(measured,))
         (folder / SERVING_FILE).write_text(serving.text)

@@ -34,6 +34,17 @@ class PairedDifference:
     lost: int
     n: int
 
+    def at(self, confidence: float) -> PairedDifference:
+        """Return the same difference with its interval at another confidence."""
+        return paired_interval(self.gained, self.lost, self.n, confidence)
+
+    def score(self, loss: float) -> float:
+        """Compute the statistic against the hypothesis that the second model loses ``loss`` or more.
+
+        See `loss_score`.
+        """
+        return loss_score(self.gained, self.lost, self.n, loss)
+
 
 @dataclass(frozen=True)
 class Percentiles:

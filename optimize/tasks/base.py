@@ -1,0 +1,169 @@
+"""The interface of tasks, as training, measuring and reporting see them, and their registry.
+
+A task is one file of this package, and one of `serve.runtime.tasks` with the same name. The registry finds it there.
+Nothing outside these files names a task: the data say which one is theirs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
+
+from serve.runtime.display import Described
+from serve.runtime.registry import Registry, defined_at
+
+if TYPE_CHECKING:  # a stored report is shown without torch
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from optimize.statistics import PairedDifference
+    from serve.runtime.card.card import Probabilities
+    from serve.runtime.outputs import Outputs
+
+#: What is kept of the answers to N images: tensors by name, each with N rows.
+Evidence: TypeAlias = "Mapping[str, torch.Tensor]"
+
+
+@dataclass(frozen=True, repr=False)
+class Metric(Described):
+    """A figure from 0 to 1 about answers.
+
+    Attributes:
+        key: its name in reports' JSON and in data frames.
+        title: its name in tables and sentences.
+    """
+
+    key: str
+    title: str
+
+
+@dataclass(frozen=True, repr=False)
+class Likeness(Described):
+    """How alike two networks answer the same few images: a share from 0 to 1, and a phrase that says so."""
+
+    share: float
+    said: str
+
+
+class Task(Described, ABC):
+    """What a network is for.
+
+    Attributes:
+        name: the word on cards and in reports.
+        metrics: the figures of `scores`. The first one is the score: everything is judged by it.
+        agreement: the first figure of `agreements`.
+        counted: the plural of what that figure counts.
+        method: a sentence on differences of the score and their interval, for a report.
+    """
+
+    name: ClassVar[str]
+    metrics: ClassVar[tuple[Metric, ...]]
+    agreement: ClassVar[Metric]
+    counted: ClassVar[str]
+    method: ClassVar[str]
+
+    def _facts(self) -> dict[str, str]:
+        return {"name": self.name, "score": self.metric.title}
+
+    @property
+    def metric(self) -> Metric:
+        """The score."""
+        return self.metrics[0]
+
+    @abstractmethod
+    def fault_of(self, output: object, images: int, classes: int) -> str | None:
+        """Return what a network's first output for some images should be. None: it is so."""
+
+    @abstractmethod
+    def loss(
+        self, output: torch.Tensor, targets: torch.Tensor, probabilities: Probabilities, smoothing: float = 0.0
+    ) -> torch.Tensor:
+        """Return the loss of a network's first output in training, the mean over images in nats.
+
+        Args:
+            output: the first output, ``float32 (N, …)``.
+            targets: the targets of the images.
+            probabilities: how logits become probabilities.
+            smoothing: share of each target that is spread over all classes.
+        """
+
+    @abstractmethod
+    def soft_loss(
+        self, student: torch.Tensor, teacher: torch.Tensor, temperature: float, probabilities: Probabilities = "softmax"
+    ) -> torch.Tensor:
+        """Return the loss of a student's first output against its teacher's, the mean over images in nats."""
+
+    @abstractmethod
+    def evidence(self, outputs: Outputs, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what is kept of a network's answers to images with these targets."""
+
+    @abstractmethod
+    def scores(self, evidence: Evidence) -> dict[str, float]:
+        """Return the value of each of `metrics`, by key and in their order."""
+
+    @abstractmethod
+    def score(self, evidence: Evidence, weights: NDArray[np.float64] | None = None) -> float:
+        """Return the value of the first of `metrics`. ``weights (N,)``: how often each image counts. None: once."""
+
+    @abstractmethod
+    def difference(self, reference: Evidence, other: Evidence) -> PairedDifference:
+        """Return the score of the other minus that of the reference on the same images, with its 95 % interval."""
+
+    @abstractmethod
+    def interval(self, score: float, images: int) -> tuple[float, float]:
+        """Return the 95 % interval of a score on so many images."""
+
+    @abstractmethod
+    def ease(self, evidence: Evidence) -> NDArray[np.generic]:
+        """Return how well each image is answered, ``(N,)``, so that halves of the images can share it equally."""
+
+    @abstractmethod
+    def agreements(self, reference: Evidence, other: Evidence) -> dict[str, float]:
+        """Return how alike the answers of two artifacts are: shares by key, the first one is `agreement`."""
+
+    @abstractmethod
+    def likeness(self, expected: Outputs, found: Outputs) -> Likeness:
+        """Compare the outputs of two networks for the same few images, without targets."""
+
+    def chance(self, classes: int) -> float | None:
+        """Return the score of a network that guesses. None: unknown."""
+        return None
+
+    def remarks(self, evidence: Evidence, targets: torch.Tensor, classes: Sequence[str]) -> list[str]:
+        """Return probable mistakes that the answers of a checkpoint show, a line each."""
+        return []
+
+
+_REGISTRY: Registry[Task] = Registry("task", package=__package__, group="optimize.tasks")
+
+
+def register(task: Task) -> Task:
+    """Add a task to the registry. Its name must be new."""
+    return _REGISTRY.register(task, defined_at(type(task)))
+
+
+def find_task(name: str) -> Task:
+    """Return the task called ``name``.
+
+    Raises:
+        UserError: there is none.
+    """
+    return _REGISTRY.find(name)
+
+
+def joined_evidence(parts: Iterable[Evidence]) -> dict[str, torch.Tensor]:
+    """Return the evidence of the parts of a set of images as that of the whole. There must be one."""
+    import torch
+
+    every = list(parts)
+    return {name: torch.cat([part[name] for part in every]) for name in every[0]}
+
+
+def rows_of(evidence: Evidence, rows: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+    """Return the evidence of some of the images."""
+    import torch
+
+    return {name: tensor[torch.from_numpy(rows)] for name, tensor in evidence.items()}

@@ -1,0 +1,99 @@
+"""The tasks of the registry, one added from outside, and that nothing else names a task."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from optimize.measure.figures import Accuracy
+from optimize.tasks import base
+from optimize.tasks.base import Metric, find_task, joined_evidence, rows_of
+from optimize.tasks.classification import CLASSIFICATION, Classification
+from serve.runtime.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+#: Data say which task is theirs.
+_NAMING = ("optimize/tasks/", "optimize/data/formats/", "optimize/data/from_python.py")
+
+
+def evidence(count: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 7, (count,), generator=generator)
+    return CLASSIFICATION.evidence((torch.randn(count, 7, generator=generator),), labels)
+
+
+def test_a_task_is_found_by_its_name_and_another_is_refused_in_one_line() -> None:
+    assert find_task("classification") is CLASSIFICATION
+    with pytest.raises(UserError, match=r"unknown task 'clasification'.*did you mean"):
+        find_task("clasification")
+
+
+def test_a_weight_counts_an_image_so_often() -> None:
+    found = evidence(40, 0)
+    weights = np.random.default_rng(0).integers(0, 4, 40)
+    rows = np.repeat(np.arange(40), weights)
+    repeated = float(np.mean(found["first"].numpy()[rows]))
+    assert CLASSIFICATION.score(found, weights.astype(np.float64)) == pytest.approx(repeated)
+    assert CLASSIFICATION.score(rows_of(found, rows)) == pytest.approx(repeated)
+
+
+def test_evidence_of_parts_is_that_of_the_whole() -> None:
+    whole = evidence(30, 1)
+    parts = [rows_of(whole, np.arange(start, min(start + 8, 30))) for start in range(0, 30, 8)]
+    joined = joined_evidence(parts)
+    assert joined.keys() == whole.keys()
+    assert all(torch.equal(joined[name], whole[name]) for name in whole)
+
+
+def test_a_report_keeps_the_order_of_a_tasks_scores() -> None:
+    made = Accuracy(scores={"zeta": 0.25, "alpha": 0.5}, images=4, answers="a")
+    body = made.to_json()
+    assert list(body) == ["zeta", "alpha", "images", "left_out", "answers", "difference"]
+    read = Accuracy.from_json(body)
+    assert read == made
+    assert read.score == 0.25
+
+
+@pytest.mark.parametrize("body", [{"images": 4, "answers": "a"}, {"top1": "much", "images": 4, "answers": "a"}])
+def test_a_report_without_scores_is_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="scores"):
+        Accuracy.from_json(body)
+
+
+def test_a_task_from_outside_is_registered_by_its_name() -> None:
+    class Other(Classification):
+        name = "other-for-this-test"
+        metrics = (Metric("right", "right"),)
+
+    task = base.register(Other())
+    try:
+        assert find_task("other-for-this-test") is task
+        assert task.metric.title == "right"
+        with pytest.raises(ValueError, match="registered already"):
+            base.register(type("Twin", (Classification,), {"name": "other-for-this-test"})())
+    finally:
+        base._REGISTRY._entries.pop("other-for-this-test")
+        base._REGISTRY._homes.pop("other-for-this-test")
+
+
+def test_nothing_of_the_optimizer_names_a_task_but_the_tasks_and_the_data() -> None:
+    names = set(base._REGISTRY.all())
+    found = []
+    for path in sorted((ROOT / "optimize").rglob("*.py")):
+        place = path.relative_to(ROOT).as_posix()
+        if place.startswith(_NAMING):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            named = isinstance(node, ast.Constant) and node.value in names
+            if named or any(
+                module.startswith("optimize.tasks.") and module != "optimize.tasks.base" for module in modules
+            ):
+                found.append(f"{place}:{getattr(node, 'lineno', 0)}")
+    assert not found
