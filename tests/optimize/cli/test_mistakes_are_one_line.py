@@ -257,7 +257,7 @@ def test_a_report_of_an_older_version_is_one_line_that_says_what_to_do(words: tu
     path.parent.mkdir()
     path.write_text(json.dumps(synthetic().to_json() | {"schema": 3}))
     said = refused(*words, "--store", tmp_path)
-    assert said.endswith("toynet/report.json is of an older version (schema 3, not 4); run the model again")
+    assert said.endswith("toynet/report.json is of an older version (schema 3, not 5); run the model again")
 
 
 _TOO_DEEP = 100_000 * "["
@@ -363,7 +363,7 @@ def test_verify_names_what_is_damaged_and_exits_with_1(copied_store: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"schema": 4, "rows": 3}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"schema": 5, "rows": 3}'])
 def test_a_damaged_report_is_one_line(copied_store: Path, content: str) -> None:
     (copied_store / "tiny" / "report.json").write_text(content)
     for words in (("show", "tiny"), ("verify", "tiny")):
