@@ -67,27 +67,27 @@ class Latency(Record):
     samples: int
 
 
-class Named(Record):
+class TaskFigures(Record):
     """A record with figures under names of the task's own. JSON and data frames have them beside its other fields.
 
     Each subclass names the field that holds them, in the task's order.
     """
 
-    named: ClassVar[str]
+    of_task: ClassVar[str]
 
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, body: Any) -> Any:
-        if not isinstance(body, Mapping) or cls.named in body:
+        if not isinstance(body, Mapping) or cls.of_task in body:
             return body
         own = {name: value for name, value in body.items() if name in cls.model_fields}
-        return own | {cls.named: {name: value for name, value in body.items() if name not in own}}
+        return own | {cls.of_task: {name: value for name, value in body.items() if name not in own}}
 
     @model_serializer(mode="wrap")
     def _spread(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in write(self).items():
-            found |= value if name == self.named else {name: value}
+            found |= value if name == self.of_task else {name: value}
         return found
 
 
@@ -106,14 +106,14 @@ class Difference(Record):
         return cls(delta=found.delta, low=found.low, high=found.high, gained=found.gained, lost=found.lost)
 
 
-class Accuracy(Named):
+class Accuracy(TaskFigures):
     """The task's scores on ``images`` validation images, by their keys.
 
     ``difference`` is that of the first score to the baseline, which itself has none. Another ``left_out`` images could
     not be read. ``answers`` is the key of the stored object with the evidence of each image.
     """
 
-    named = "scores"
+    of_task = "scores"
 
     scores: dict[str, float] = Field(min_length=1)
     images: int
@@ -136,7 +136,7 @@ class OutputParity(Record):
     sqnr_db: float | None
 
 
-class Parity(Named):
+class Parity(TaskFigures):
     """How close the first output is to that of ``reference``.
 
     Its numbers are compared on ``logits_of`` images. ``agreements`` are shares of all ``images`` or of their parts that
@@ -146,7 +146,7 @@ class Parity(Named):
     outputs behind the first.
     """
 
-    named = "agreements"
+    of_task = "agreements"
 
     reference: str
     max_abs: float

@@ -277,10 +277,10 @@ class Measurement(Record):
 class Results(Record):
     """Artifacts and references that were measured in turns. All differences are to the first row, the baseline.
 
-    ``task`` is the name of what the network is for.
-    ``references_of`` is the artifact whose eager module the references run. Speeds are relative to two pairs or
-    references. ``yardstick`` is the fastest float execution, or the baseline's best pair if no float was measured.
-    ``eager`` is the reference of that name, or the baseline's best pair if it was not measured.
+    ``task`` is the name of what the network is for. ``references_of`` is the artifact whose eager module the references
+    run. Speeds are relative to two pairs or references. ``yardstick`` is the fastest float execution, or the baseline's
+    best pair if no float was measured. ``eager`` is the reference of that name, or the baseline's best pair if it was
+    not measured.
     """
 
     title: str

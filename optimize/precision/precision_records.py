@@ -46,16 +46,26 @@ class Layer(Record):
     all_but: Figure | Skip
 
 
-class Sensitivity(Record):
+class _Analysis(Record):
+    """The beginning of both documents: the model and its data, and the name of what the network is for."""
+
+    schema_version: int = SCHEMA
+    title: str
+    task: str
+
+    @property
+    def metric(self) -> str:
+        """Return the title of the task's score."""
+        return find_task(self.task).metric.title
+
+
+class Sensitivity(_Analysis):
     """How much each layer of a network costs and gains in int8, on ``images`` evaluation images.
 
     ``whole`` has every layer quantized. ``execution`` runs them all, and is called ``runs_on``. ``config`` has the
     settings of the quantization. ``timing`` and ``cpu`` describe the measurement.
     """
 
-    schema_version: int = SCHEMA
-    title: str
-    task: str
     parent: str
     config: dict[str, Any]
     execution: RunBy
@@ -67,11 +77,6 @@ class Sensitivity(Record):
     layers: tuple[Layer, ...]
     timing: Timing
     cpu: str
-
-    @property
-    def metric(self) -> str:
-        """Return the title of the task's score."""
-        return find_task(self.task).metric.title
 
     def _facts(self) -> dict[str, str]:
         return {
@@ -120,7 +125,7 @@ class Budget(Record):
     bits: tuple[int, ...]
 
 
-class Found(Record):
+class Found(_Analysis):
     """The result of a search.
 
     Attributes:
@@ -140,9 +145,6 @@ class Found(Record):
         stages: the stages of a recipe that makes it.
     """
 
-    schema_version: int = SCHEMA
-    title: str
-    task: str
     budget: Budget
     method: str
     layers: int
@@ -159,11 +161,6 @@ class Found(Record):
     stages: tuple[dict[str, Any], ...]
     timing: Timing
     cpu: str
-
-    @property
-    def metric(self) -> str:
-        """Return the title of the task's score."""
-        return find_task(self.task).metric.title
 
     def _facts(self) -> dict[str, str]:
         return {

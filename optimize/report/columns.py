@@ -209,91 +209,86 @@ def _made(line: Line, _: Results) -> Cell:
     return Cell(seconds(row.seconds), (f"on {day(row.made)}",) if row.cached and row.made else ())
 
 
-def columns_of(results: Results) -> tuple[Column, ...]:
-    """Return the columns in the order of the table, with the task's own. The name of the line comes before them."""
-    task = find_task(results.task)
-    score, *others = task.metrics
-    found = []
-    for column in _COLUMNS:
-        if column.key == "delta":
-            found.append(_score(score, "score", rank=1))
-        elif column.key == "moved":
-            found += [_score(metric, metric.key, table="details") for metric in others]
-        elif column.key == "sqnr":
-            same = task.agreement
-            cell = _measured(_agreement)
-            found.append(Column("agreement", same.title, "%", cell, table="details", fields=(f"parity.{same.key}",)))
-        found.append(column)
-    return tuple(found)
-
-
 def _score(metric: Metric, key: str, **place: Any) -> Column:
     cell = _measured(lambda measured: percent(measured.accuracy.scores[metric.key]))
     return Column(key, metric.title, "%", cell, fields=(f"accuracy.{metric.key}",), **place)
 
 
-_COLUMNS: tuple[Column, ...] = (
-    Column("runs_on", "runs on", "", _runs_on, rank=1, left=True, fields=("execution.engine", "execution.device")),
-    Column("precision", "precision", "", _precision, rank=6, left=True, fields=("file.precision",)),
-    Column("delta", "Δ", "points", _measured(_difference), rank=1, fields=("accuracy.difference.delta",)),
-    Column(
-        "interval",
-        "95 %",
-        "",
-        _measured(_interval),
-        rank=2,
-        fields=("accuracy.difference.low", "accuracy.difference.high"),
-    ),
-    Column("p50", "p50", "ms", _timed(lambda t: number(t.latency_ms.p50)), rank=1, fields=("latency_ms.p50",)),
-    Column("p95", "p95", "ms", _timed(lambda t: number(t.latency_ms.p95)), fields=("latency_ms.p95",)),
-    Column("p99", "p99", "ms", _timed(_p99), rank=6, fields=("latency_ms.p99",)),
-    Column(
-        "samples",
-        "calls",
-        "",
-        _timed(lambda t: count(t.latency_ms.samples)),
-        table="details",
-        fields=("latency_ms.samples",),
-    ),
-    Column("speedup", "speed", "", _speedup, rank=1, fields=("speedup.value",)),
-    Column(
-        "vs_eager",
-        "vs eager",
-        "",
-        _timed(lambda t: times(t.vs_eager.value)),
-        rank=5,
-        table="details",
-        fields=("vs_eager.value",),
-    ),
-    Column("vs_parent", "vs parent", "", _measured(_vs_parent), rank=3, fields=("vs_parent.value",)),
-    Column("throughput", "img/s", "", _timed(_throughput), rank=4, fields=("throughput",)),
-    Column("size", "size", "", _size, rank=1, fields=("file.bytes",)),
-    Column(
-        "moved",
-        "gained, lost",
-        "",
-        _measured(_moved),
-        table="details",
-        fields=("accuracy.difference.gained", "accuracy.difference.lost"),
-    ),
-    Column("sqnr", "SQNR", "dB", _measured(_sqnr), table="details", fields=("parity.sqnr_db",)),
-    Column("apart", "largest difference", "", _measured(_apart), table="details", fields=("parity.max_abs",)),
-    Column(
-        "memory",
-        "memory",
-        "",
-        _measured(lambda m: size(m.footprint.memory_bytes)),
-        table="details",
-        fields=("footprint.memory_bytes",),
-    ),
-    Column(
-        "load",
-        "load",
-        "ms",
-        _measured(lambda m: number(m.footprint.load_ms)),
-        table="details",
-        fields=("footprint.load_ms",),
-    ),
-    Column("provider", "executed by", "", _provider, table="details", left=True, fields=("provider",)),
-    Column("made", "made in", "", _made, table="details", fields=("seconds",)),
-)
+def columns_of(results: Results) -> tuple[Column, ...]:
+    """Return the columns in the order of the table, with the task's own. The name of the line comes before them."""
+    task = find_task(results.task)
+    return (
+        Column("runs_on", "runs on", "", _runs_on, rank=1, left=True, fields=("execution.engine", "execution.device")),
+        Column("precision", "precision", "", _precision, rank=6, left=True, fields=("file.precision",)),
+        _score(task.metric, "score", rank=1),
+        Column("delta", "Δ", "points", _measured(_difference), rank=1, fields=("accuracy.difference.delta",)),
+        Column(
+            "interval",
+            "95 %",
+            "",
+            _measured(_interval),
+            rank=2,
+            fields=("accuracy.difference.low", "accuracy.difference.high"),
+        ),
+        Column("p50", "p50", "ms", _timed(lambda t: number(t.latency_ms.p50)), rank=1, fields=("latency_ms.p50",)),
+        Column("p95", "p95", "ms", _timed(lambda t: number(t.latency_ms.p95)), fields=("latency_ms.p95",)),
+        Column("p99", "p99", "ms", _timed(_p99), rank=6, fields=("latency_ms.p99",)),
+        Column(
+            "samples",
+            "calls",
+            "",
+            _timed(lambda t: count(t.latency_ms.samples)),
+            table="details",
+            fields=("latency_ms.samples",),
+        ),
+        Column("speedup", "speed", "", _speedup, rank=1, fields=("speedup.value",)),
+        Column(
+            "vs_eager",
+            "vs eager",
+            "",
+            _timed(lambda t: times(t.vs_eager.value)),
+            rank=5,
+            table="details",
+            fields=("vs_eager.value",),
+        ),
+        Column("vs_parent", "vs parent", "", _measured(_vs_parent), rank=3, fields=("vs_parent.value",)),
+        Column("throughput", "img/s", "", _timed(_throughput), rank=4, fields=("throughput",)),
+        Column("size", "size", "", _size, rank=1, fields=("file.bytes",)),
+        *(_score(metric, metric.key, table="details") for metric in task.metrics[1:]),
+        Column(
+            "moved",
+            "gained, lost",
+            "",
+            _measured(_moved),
+            table="details",
+            fields=("accuracy.difference.gained", "accuracy.difference.lost"),
+        ),
+        Column(
+            "agreement",
+            task.agreement.title,
+            "%",
+            _measured(_agreement),
+            table="details",
+            fields=(f"parity.{task.agreement.key}",),
+        ),
+        Column("sqnr", "SQNR", "dB", _measured(_sqnr), table="details", fields=("parity.sqnr_db",)),
+        Column("apart", "largest difference", "", _measured(_apart), table="details", fields=("parity.max_abs",)),
+        Column(
+            "memory",
+            "memory",
+            "",
+            _measured(lambda m: size(m.footprint.memory_bytes)),
+            table="details",
+            fields=("footprint.memory_bytes",),
+        ),
+        Column(
+            "load",
+            "load",
+            "ms",
+            _measured(lambda m: number(m.footprint.load_ms)),
+            table="details",
+            fields=("footprint.load_ms",),
+        ),
+        Column("provider", "executed by", "", _provider, table="details", left=True, fields=("provider",)),
+        Column("made", "made in", "", _made, table="details", fields=("seconds",)),
+    )

@@ -84,7 +84,7 @@ def write_html(
             effects=[(row.name, row.effects) for row in report.rows if row.effects],
             parities=[(row.name, row.certificate) for row in report.rows if row.certificate],
             parity_heads=parity_text.heads(task),
-            of=functools.partial(parity_text.explained, task=task),
+            explained=functools.partial(parity_text.explained, task=task),
             task=task,
             taken=moment(report.measurement.taken),
             created=moment(report.created),

@@ -93,7 +93,7 @@ def _style(line: Line) -> str | None:
 
 def _caption(results: Results, found: Sequence[Line], more: Sequence[str]) -> Text:
     """Return the verdict, the rule, and text for everything that does not fit into a cell."""
-    chosen = results.recommendation
+    chosen, columns = results.recommendation, columns_of(results)
     warning = results.measurement.warning
     lines = [Text(warning, style="bold yellow")] if warning else []
     lines += [Text(("★ " if chosen.name else "") + verdict(results), style="bold")]
@@ -104,7 +104,7 @@ def _caption(results: Results, found: Sequence[Line], more: Sequence[str]) -> Te
     for line in found:
         if line.skip is not None:
             lines.append(Text(f"{line.id}: skipped, {line.skip}"))
-        for column in columns_of(results):
+        for column in columns:
             if line.first and (cell := column.cell(line, results)).alarm:
                 words = f"{line.id}: {cell.text} the speed of {parent_of(line)}, {SLOWER}"
                 lines.append(Text(words, style="red"))

@@ -126,7 +126,7 @@ class Task(Described, ABC):
 
     @abstractmethod
     def likeness(self, expected: Outputs, found: Outputs) -> Likeness:
-        """Compare the outputs of two networks for the same few images, without targets."""
+        """Compare the outputs of two networks for the same few training images, without their targets."""
 
     def chance(self, classes: int) -> float | None:
         """Return the score of a network that guesses. None: unknown."""

@@ -26,7 +26,7 @@ _SURE = 5.0
 
 
 class Classification(Task):
-    """See `Task`. The evidence of an image follows.
+    """See `Task`. This is the evidence of an image.
 
     - ``first``: ``bool``, whether the best class is the right one
     - ``five``: ``bool``, whether the right class is among the best five

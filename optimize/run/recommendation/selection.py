@@ -13,12 +13,7 @@ from optimize.report.number_format import number, percent, points, times
 from optimize.run.recommendation.missing_graph import missing_graph
 from optimize.run.recommendation.non_inferiority import Tested, first_level, most_of_one, prove
 from optimize.run.recommendation.rule import Objective, Recommend
-from optimize.statistics import (
-    PairedDifference,
-    images_needed,
-    paired_interval,
-    smallest_loss,
-)
+from optimize.statistics import PairedDifference, images_needed, paired_interval, smallest_loss
 from optimize.tasks.base import Task
 
 #: A tail is long if p95 is at least this many p50s, and this many times the usual ratio of the others.
