@@ -13,7 +13,7 @@ from typing import Any
 from optimize.data.records import ImageData
 from optimize.models.preprocessing_config import PARTS, Wish, border_fault, size_words
 from optimize.models.source import ModelSource
-from serve.runtime.card.card import Preprocessing
+from serve.runtime.card.card import LETTERBOX, Letterbox, Preprocessing
 from serve.runtime.display import Described, glance
 from serve.runtime.errors import CardError, UserError
 
@@ -41,7 +41,7 @@ class ChosenPreprocessing(Described):
         """Return all parts in one line, grouped by origin: ``resize 256, crop 224x224, … (--crop)``."""
         chosen = self.preprocessing
         words = {
-            "resize": f"resize {chosen.resize if isinstance(chosen.resize, int) else size_words(chosen.resize)}",
+            "resize": f"resize {size_words(chosen.resize) if isinstance(chosen.resize, tuple) else chosen.resize}",
             "crop": f"crop {size_words(chosen.crop)}",
             "interpolation": chosen.interpolation,
             "mean": f"mean {_listed(chosen.mean)}",
@@ -145,17 +145,12 @@ def _declared(source: ModelSource) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _sized(
     source: ModelSource, data: ImageData, image_size: int | None, declared: Mapping[str, Any]
-) -> tuple[int | tuple[int, int], int, str] | None:
+) -> tuple[int | tuple[int, int] | Letterbox, int, str] | None:
     """Return resize, crop and the reason, if the declared size is not used."""
     if image_size is not None:
         source.check_size(image_size)
         why = f"your image size of {image_size}"
-        if isinstance(declared["resize"], tuple):
-            height, width = (
-                round(image_size * side / kept) for side, kept in zip(declared["resize"], declared["crop"], strict=True)
-            )
-            return (height, width), image_size, why
-        return round(image_size * declared["resize"] / min(declared["crop"])), image_size, why
+        return _resize_for(image_size, declared["resize"], declared["crop"]), image_size, why
     declared_by_user = source.origin in ("user", "module") and source.preprocessing is not None
     if declared_by_user or source.only_size is not None:
         return None
@@ -168,6 +163,18 @@ def _sized(
     side = source.legal_size(native)
     why = f"the data's images are {native}x{native}"
     return side, side, why if side == native else f"{why}, the network needs {side}x{side}"
+
+
+def _resize_for(
+    side: int, resize: int | tuple[int, int] | Letterbox, crop: tuple[int, int]
+) -> int | tuple[int, int] | Letterbox:
+    """Return the resize for a crop of ``side``, in the declared proportion."""
+    if resize == LETTERBOX:
+        return LETTERBOX
+    if isinstance(resize, tuple):
+        height, width = (round(side * scaled / kept) for scaled, kept in zip(resize, crop, strict=True))
+        return height, width
+    return round(side * resize / min(crop))
 
 
 def _listed(numbers: tuple[float, ...]) -> str:

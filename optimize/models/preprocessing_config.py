@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from serve.common.config import Config, Option, faults
-from serve.runtime.card.card import MOST_CHANNELS, Interpolation, Preprocessing
+from serve.runtime.card.card import LETTERBOX, MOST_CHANNELS, Interpolation, Letterbox, Preprocessing
 from serve.runtime.errors import CardError, UserError
 
 
@@ -41,7 +41,11 @@ def _sides(value: object) -> object:
 
 
 def _scaled(value: object) -> object:
-    """Check the shorter side, or height and width as in `_sides`."""
+    """Check the shorter side, height and width as in `_sides`, or ``letterbox``."""
+    if isinstance(value, str) and not re.search(r"\d", value):
+        if value.strip() != LETTERBOX:
+            raise ValueError(f"must be a whole number of pixels, such as 256 or 224x192, or {LETTERBOX}")
+        return LETTERBOX
     pair = isinstance(value, list | tuple) or (isinstance(value, str) and re.search(r"[x×,]", value) is not None)
     return _sides(value) if pair else _pixels(value)
 
@@ -104,10 +108,12 @@ class PreprocessingConfig(Config):
     Sizes and numbers may also be given as text, as on a command line: ``crop="224x192"``, ``mean="0.5,0.5,0.5"``.
     """
 
-    resize: Annotated[int | tuple[int, int] | None, _unless_none(_scaled), Option(metavar="PIXELS", kind=str)] = Field(
+    resize: Annotated[
+        int | tuple[int, int] | Letterbox | None, _unless_none(_scaled), Option(metavar="PIXELS", kind=str)
+    ] = Field(
         default=None,
         description="Pixels that the shorter side of an image is scaled to; or 224x192 (HxW): both sides, whatever the "
-        "image's proportions.",
+        "image's proportions. letterbox: the whole image within the crop, in its proportions, with grey around it.",
     )
     crop: Annotated[int | tuple[int, int] | None, _unless_none(_sides), Option(metavar="PIXELS", kind=str)] = Field(
         default=None,
@@ -197,8 +203,10 @@ class Wish:
         return _spelled(self.spelled, part)
 
 
-def border_fault(resize: int | tuple[int, int], crop: tuple[int, int]) -> str:
+def border_fault(resize: int | tuple[int, int] | Letterbox, crop: tuple[int, int]) -> str:
     """Say why images would get a black border, with ``{}`` for the origins of crop and resize. Empty if they do not."""
+    if resize == LETTERBOX:
+        return ""
     if isinstance(resize, int):
         fits, scaled, needed = min(crop) <= resize, str(resize), str(min(crop))
     else:

@@ -22,6 +22,7 @@ from optimize.report.table_rows import lines
 from optimize.statistics import ENOUGH
 from optimize.store.layer_effects import WHOLE
 from optimize.tasks.base import find_task
+from serve.runtime.card.card import LETTERBOX
 
 Fact = tuple[str, str]
 
@@ -233,8 +234,11 @@ def _machine(report: Report) -> list[Fact]:
 
 def _data(report: Report) -> list[Fact]:
     data, prep = report.data, report.data.preprocessing
-    resized = f"shorter side to {prep.resize}" if isinstance(prep.resize, int) else f"to {plain(prep.resize)}"
-    scaled = f"{resized}, centre crop {plain(prep.crop)}"
+    if prep.resize == LETTERBOX:
+        scaled = f"letterbox in {plain(prep.crop)}"
+    else:
+        resized = f"shorter side to {prep.resize}" if isinstance(prep.resize, int) else f"to {plain(prep.resize)}"
+        scaled = f"{resized}, centre crop {plain(prep.crop)}"
     return [
         ("Data set", data.name),
         ("Images", f"{count(data.train)} to train, {_judges(data)} to judge"),

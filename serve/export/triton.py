@@ -13,7 +13,7 @@ from typing import Any
 
 from serve.export.base import Subject, Target, register
 from serve.export.pbtxt import Word, text
-from serve.runtime.card.card import Preprocessing
+from serve.runtime.card.card import LETTERBOX, LETTERBOX_GREY, Preprocessing
 from serve.runtime.card.serving import Serving, read_serving
 from serve.runtime.engines.base import chain_for, engines_for
 from serve.runtime.errors import UserError
@@ -106,8 +106,7 @@ def readme(subject: Subject) -> str:
         "decode it, turn it as its EXIF orientation says, and convert it to "
         + _COLOURS[own.channels - 1]
         + (f"; of greys of more than 8 bits, {own.pixel_max:g} is white" if own.pixel_max is not None else ""),
-        f"resize it {_resized(own)} ({own.interpolation}, antialiased)",
-        f"cut {own.crop[0]} x {own.crop[1]} pixels (height x width) from its centre",
+        *_to_network_size(own),
         f"order it as (channels, height, width) = {tuple(own.shape)}",
         "send the pixels as they are (uint8): the graph normalises them"
         if normalises
@@ -129,10 +128,20 @@ def readme(subject: Subject) -> str:
     return "\n".join(lines)
 
 
-def _resized(own: Preprocessing) -> str:
-    if isinstance(own.resize, int):
-        return f"so that the shorter side has {own.resize} pixels"
-    return f"to {own.resize[0]} x {own.resize[1]} pixels (height x width)"
+def _to_network_size(own: Preprocessing) -> tuple[str, str]:
+    """Return the two steps from a decoded image to the network's size."""
+    size, how = f"{own.crop[0]} x {own.crop[1]} pixels (height x width)", f"{own.interpolation}, antialiased"
+    if own.resize == LETTERBOX:
+        return (
+            f"resize it in its proportions, so that it just fits into {size}, each side rounded ({how})",
+            f"put it in the middle of {size} of grey ({LETTERBOX_GREY} in all colours), with the odd row or column of "
+            "grey below it or on its right",
+        )
+    if isinstance(own.resize, tuple):
+        resized = f"to {own.resize[0]} x {own.resize[1]} pixels (height x width)"
+    else:
+        resized = f"so that the shorter side has {own.resize} pixels"
+    return f"resize it {resized} ({how})", f"cut {size} from its centre"
 
 
 TRITON = register(

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from ..display import Described
 from ..errors import CardError
@@ -34,6 +34,11 @@ MOST_CHANNELS = 4
 Format = str
 Device = Literal["any", "cpu", "cuda"]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
+#: The resize that keeps all of the image and its proportions; see `Preprocessing`.
+Letterbox = Literal["letterbox"]
+LETTERBOX: Final = "letterbox"
+#: The value of all colours around an image for ``letterbox``. Detectors of YOLO's family are trained with it.
+LETTERBOX_GREY: Final = 114
 #: The type of the network's input. ``uint8``: raw pixels, which the graph itself normalises.
 InputType = Literal["float32", "float16", "bfloat16", "uint8"]
 
@@ -52,13 +57,15 @@ class Preprocessing(Described):
 
     ``resize`` is the length in pixels that the shorter side is scaled to (antialiased). Or it is the ``(height,
     width)`` that each image is scaled to, whatever its proportions. ``crop`` is the ``(height, width)`` cut from the
-    centre, which is the network's input size. ``mean`` and ``std`` have one number per channel and apply after scaling
-    to [0, 1]. One channel is grey, two are grey and alpha, three RGB, four RGB and alpha. ``pixel_max`` is the white
-    value of greys of more than 8 bits; black is 0. None: 65535 for 16 bits, 1 for floats, and 32-bit integers are
-    refused.
+    centre, which is the network's input size. If ``resize`` is ``letterbox``, each image is scaled in its proportions
+    to the largest size within ``crop``, and lies in the middle of a ground of `LETTERBOX_GREY`.
+
+    ``mean`` and ``std`` have one number per channel and apply after scaling to [0, 1]. One channel is grey, two are
+    grey and alpha, three RGB, four RGB and alpha. ``pixel_max`` is the white value of greys of more than 8 bits; black
+    is 0. None: 65535 for 16 bits, 1 for floats, and 32-bit integers are refused.
     """
 
-    resize: int | tuple[int, int]
+    resize: int | tuple[int, int] | Letterbox
     crop: tuple[int, int]
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
@@ -66,14 +73,15 @@ class Preprocessing(Described):
     pixel_max: float | None = None
 
     def __post_init__(self) -> None:
-        scaled = self.resize if isinstance(self.resize, list | tuple) else (self.resize, self.resize)
-        if len(scaled) != 2:
-            raise CardError(
-                "preprocessing: resize must be one number (the shorter side) or a height and a width, found "
-                f"{fields.shown(scaled)}"
-            )
-        for side in scaled:
-            fields.whole("preprocessing: resize", side, 1, _LONGEST_SIDE)
+        if self.resize != LETTERBOX:
+            scaled = self.resize if isinstance(self.resize, list | tuple) else (self.resize, self.resize)
+            if len(scaled) != 2 or isinstance(self.resize, str):
+                raise CardError(
+                    "preprocessing: resize must be one number (the shorter side), a height and a width, or "
+                    f"{LETTERBOX}, found {fields.shown(self.resize)}"
+                )
+            for side in scaled:
+                fields.whole("preprocessing: resize", side, 1, _LONGEST_SIDE)
         if len(fields.sequence("preprocessing: crop", self.crop)) != 2:
             raise CardError(f"preprocessing: crop must be a height and a width, found {fields.shown(self.crop)}")
         for side in self.crop:
@@ -104,17 +112,18 @@ class Preprocessing(Described):
     def scaled(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width after the resize of an image of this size.
 
-        If ``resize`` is the shorter side, the longer one is rounded down, as in torchvision's ``Resize``.
+        If ``resize`` is the shorter side, the longer one is rounded down, as in torchvision's ``Resize``. For
+        ``letterbox`` the side with room to spare is rounded to the nearest pixel, and is at least one.
         """
         if isinstance(self.resize, tuple):
             return self.resize
+        if self.resize == LETTERBOX:
+            rows, columns = self.crop
+            if height * columns >= width * rows:
+                return rows, max(1, round(width * rows / height))
+            return max(1, round(height * columns / width)), columns
         longer = int(self.resize * max(height, width) / min(height, width))
         return (self.resize, longer) if height <= width else (longer, self.resize)
-
-    @property
-    def shortest(self) -> tuple[int, int]:
-        """Smallest height and width that an image is resized to."""
-        return self.resize if isinstance(self.resize, tuple) else (self.resize, self.resize)
 
 
 @dataclass(frozen=True)

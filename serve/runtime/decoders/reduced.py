@@ -26,6 +26,9 @@ from .base import TINY_JPEG, Decoder, DecoderType, check_tiny, register
 # the pixels differ more.
 _GAP = 2
 
+# The scales of libjpeg, as divisors.
+_SCALES = (8, 4, 2, 1)
+
 
 class ReducedDecoder:
     """See `Decoder`."""
@@ -40,7 +43,7 @@ class ReducedDecoder:
             header.format == "JPEG"
             and header.mode in ("RGB", "L")
             and preprocessing.channels in (1, 3)
-            and shorter >= 2 * _GAP * max(preprocessing.shortest)
+            and _times_needed(header.width, header.height, preprocessing) >= 2 * _GAP
             and longer <= ELONGATED * shorter
         )
 
@@ -51,15 +54,21 @@ class ReducedDecoder:
         return [_load(item, preprocessing) for item in items]
 
 
+def _times_needed(width: int, height: int, preprocessing: Preprocessing) -> float:
+    """Return how many times larger than needed both sides of an image are, upright or on its side."""
+    sizes = (height, width), (width, height)
+    return min(side / scaled for size in sizes for side, scaled in zip(size, preprocessing.scaled(*size), strict=True))
+
+
 def _load(item: bytes, preprocessing: Preprocessing) -> torch.Tensor | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(item), formats=("JPEG",)) as image:
                 whole = image.size
-                # Pillow uses the largest of 1, 2, 4 and 8 that leaves no side smaller than this.
-                needed = _GAP * max(preprocessing.shortest)
-                image.draft(None, (needed, needed))
+                times = _times_needed(*whole, preprocessing) / _GAP
+                scale = next((scale for scale in _SCALES if scale <= times), 1)
+                image.draft(None, (whole[0] // scale, whole[1] // scale))
                 scaled = image.size
                 ImageOps.exif_transpose(image, in_place=True)
                 whole = whole if image.size == scaled else whole[::-1]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
 from ..card.budget import Budget
-from ..card.card import Preprocessing
+from ..card.card import LETTERBOX, LETTERBOX_GREY, Preprocessing
 from ..errors import ImageError
 from .headers import Header, faults_named, opened, read_header
 from .lean_torchvision import InterpolationMode, decode_jpeg, decode_webp
@@ -105,7 +105,7 @@ def decode(
 
 
 def fit(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
-    """Resize and centre-crop a ``uint8`` ``(C, h, w)`` image to ``uint8`` ``preprocessing.shape``.
+    """Resize and centre-crop, or letterbox, a ``uint8`` ``(C, h, w)`` image to ``uint8`` ``preprocessing.shape``.
 
     An image that is more than `ELONGATED` times longer than wide is cropped before the resize. The result is within 2
     of 255 levels of a whole resize, which for 762x1 would make 50 megapixels.
@@ -120,6 +120,8 @@ def fit(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
         else:
             mode = InterpolationMode(preprocessing.interpolation)
             image = transforms.resize(image, list(placement.scaled), interpolation=mode, antialias=True)
+    if preprocessing.resize == LETTERBOX:
+        return _framed(image, placement)
     if tuple(image.shape[-2:]) != preprocessing.crop:
         image = transforms.center_crop(image, list(preprocessing.crop))
     return image.contiguous()
@@ -217,6 +219,15 @@ def _resize_middle(image: torch.Tensor, preprocessing: Preprocessing, placement:
     narrowed = cut.resize((size[1], cut.height), resample, box=(left, 0, right, cut.height))
     resized = np.array(narrowed.resize((size[1], size[0]), resample, box=(0, top, size[1], bottom)))
     return torch.from_numpy(resized if resized.ndim == 3 else resized[..., None]).permute(2, 0, 1)
+
+
+def _framed(image: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """Put a scaled image on a grey, opaque ground of the network's size."""
+    framed = image.new_full((len(image), *placement.network), LETTERBOX_GREY)
+    if len(image) in _WITH_ALPHA:
+        framed[-1] = 255
+    framed[:, *placement.inside] = image
+    return framed
 
 
 def upright(image: Image.Image) -> Image.Image:

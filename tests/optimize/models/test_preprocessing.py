@@ -176,6 +176,10 @@ def test_a_crop_that_the_network_cannot_take_is_refused():
         ({"interpolation": "lanczos"}, r"^--interpolation: .*'nearest', 'bilinear' or 'bicubic'.*lanczos"),
         ({"crop": 96, "resize": 64}, r"^preprocessing: crop 96x96 is larger than resize 64"),
         ({"mean": 0.5, "std": "1,1,1"}, r"^preprocessing: mean has 1 numbers and std 3"),
+        (
+            {"resize": "stretch"},
+            r"^--resize: must be a whole number of pixels, such as 256 .*, or letterbox.*'stretch'",
+        ),
         ({"resize": "a", "crop": "b"}, r"^--resize: .*; --crop: "),
     ],
 )
@@ -265,6 +269,24 @@ def test_a_height_and_a_width_to_scale_to_are_the_input_without_a_crop(resize):
     assert str(chosen).startswith("resize 24x18, crop 24x18 (--resize)")
     cropped = Wish(parse_preprocessing({"resize": resize, "crop": "20x18"}, "--{}"))
     assert choose_preprocessing(resolve_model("resnet18"), PHOTOS, wishes=[cropped]).preprocessing.crop == (20, 18)
+
+
+def test_a_letterbox_takes_its_size_from_the_crop_whoever_gives_it(tmp_path):
+    wish = Wish(parse_preprocessing({"resize": "letterbox"}, "--{}"))
+    chosen = choose_preprocessing(resolve_model("resnet18"), PHOTOS, wishes=[wish])
+    assert (chosen.preprocessing.resize, chosen.preprocessing.crop) == ("letterbox", (224, 224))
+    assert str(chosen).startswith("resize letterbox (--resize); crop 224x224, bilinear, ")
+    assert choose_preprocessing(resolve_model("resnet18"), PHOTOS, 320, [wish]).preprocessing.crop == (320, 320)
+    sized = Wish(parse_preprocessing({"resize": "letterbox", "crop": "96x64"}, "--{}"))
+    assert choose_preprocessing(resolve_model("resnet18"), PHOTOS, wishes=[sized]).preprocessing.crop == (96, 64)
+    (tmp_path / "net.py").write_text(
+        "import torch\nPREPROCESSING = {'resize': 'letterbox', 'crop': 64}\n\n"
+        "def net():\n    return torch.nn.Flatten()\n"
+    )
+    declared = resolve_model(f"{tmp_path / 'net.py'}:net")
+    assert choose_preprocessing(declared, PHOTOS).preprocessing.resize == "letterbox"
+    larger = choose_preprocessing(declared, PHOTOS, 96).preprocessing
+    assert (larger.resize, larger.crop) == ("letterbox", (96, 96))
 
 
 def test_a_crop_that_is_larger_than_what_is_scaled_to_is_refused_for_each_side():

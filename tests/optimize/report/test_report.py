@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -163,6 +164,13 @@ def test_what_was_skipped_says_why_and_shows_no_number(tmp_path: Path) -> None:
     assert kind == "skipped"
     assert cells[1:] == [f"Skipped: {NO_GPU}"]
     assert "Skipped: no C++ compiler on this machine" in page.row("torch.compile")[1]
+
+
+def test_the_page_tells_that_images_are_kept_whole(tmp_path: Path) -> None:
+    report = synthetic()
+    whole = dataclasses.replace(report.data.preprocessing, resize="letterbox")
+    data = report.data.model_copy(update={"preprocessing": whole})
+    assert "letterbox in 224" in page_of(report.model_copy(update={"data": data}), tmp_path).text
 
 
 def test_what_is_slower_than_its_parent_says_so_in_words(tmp_path: Path) -> None:

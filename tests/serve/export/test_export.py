@@ -26,6 +26,7 @@ import yaml
 from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 from tritonclient.grpc import model_config_pb2
 from typer.testing import CliRunner
@@ -34,11 +35,13 @@ from benchmarks.hostile.pictures import encoded, picture
 from serve.archive.archive_file import check_archive
 from serve.asgi.process.serving_plan import Plan
 from serve.cli import app
-from serve.export.base import ExportSettings, dns_name, targets
+from serve.export.base import ExportSettings, Subject, dns_name, targets
 from serve.export.pbtxt import text
-from serve.runtime.card.card import load_card
+from serve.export.triton import readme as triton_readme
+from serve.runtime.card.card import Preprocessing, load_card
 from serve.runtime.card.execution import Execution
 from serve.runtime.card.serving import Serving
+from serve.runtime.images.image_preprocessing import load
 from serve.runtime.service.predictor import Predictor
 from serve.torchserve.archive_builder import serving_of
 from tests.serve import artifacts
@@ -481,6 +484,24 @@ def test_an_image_prepared_as_the_readme_says_gets_the_logits_of_the_artifact(tr
     expected = {entry.index: entry.probability for entry in answer}  # type: ignore[union-attr]
     for index, probability in expected.items():
         assert probabilities[index].item() == pytest.approx(probability, abs=2e-3)
+
+
+def test_an_image_framed_as_the_readme_says_is_the_letterbox_of_our_own_server(store: Path) -> None:
+    folder = store / "small" / "artifacts" / "onnx"
+    letterbox = Preprocessing("letterbox", (40, 33))
+    card = dataclasses.replace(load_card(folder), preprocessing=letterbox)
+    readme = triton_readme(Subject("small", folder, card, ExportSettings()))
+    rows, columns, grey = map(
+        int,
+        re.search(r"fits into (\d+) x (\d+) pixels.*\n.*middle of 40 x 33 .* grey \((\d+) in", readme).groups(),  # type: ignore[union-attr]
+    )
+    image = picture(3, (61, 90))
+    size = round(61 * rows / 90), rows
+    left = (columns - size[0]) // 2
+    framed = Image.new("RGB", (columns, rows), (grey, grey, grey))
+    framed.paste(image.resize(size, Image.Resampling.BILINEAR), (left, 0))
+    served = load(encoded(image, "PNG"), letterbox).permute(1, 2, 0).int().numpy()
+    assert np.abs(np.asarray(framed, dtype=int) - served).max() <= 1
 
 
 @pytest.mark.parametrize("target", ["kubernetes", "kserve"])

@@ -115,7 +115,7 @@ FAULTS: dict[str, list[Any]] = {
     "preprocessing": [None, [], 3, {}],
 }
 PREPROCESSING: dict[str, list[Any]] = {
-    "resize": [0, -1, 1.5, True, "36", None, 10**9],
+    "resize": [0, -1, 1.5, True, "36", None, 10**9, "letterboxes"],
     "crop": [[32], [32, 24, 3], [32.0, 24], [True, 24], [0, 24], "32", 32, None, [32, 10**9]],
     "mean": [[], [0.5, 0.5], ["0.5"], [None], [True], 0.5, [1e30]],
     "std": [[0], [-1], [], [0.2, 0.2], ["x"], [1e-30]],

@@ -96,6 +96,42 @@ def test_a_height_and_a_width_are_what_every_image_is_scaled_to(size, interpolat
     assert torch.equal(load(data, cropped), expected[:, 2:22])
 
 
+@pytest.mark.parametrize("size", [(30, 50), (50, 30), (31, 50), (4, 200), (1, 1), (24, 18), (300, 1)])
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
+def test_a_letterbox_keeps_the_whole_image_in_its_proportions_on_grey(size, interpolation):
+    data = encoded(drawn("RGB", *size), "PNG")
+    found = load(data, Preprocessing("letterbox", (24, 18), interpolation=interpolation))
+    gain = min(24 / size[0], 18 / size[1])
+    height, width = (max(1, round(side * gain)) for side in size)
+    top, left = (24 - height) // 2, (18 - width) // 2
+    expected = torch.full((3, 24, 18), 114, dtype=torch.uint8)
+    expected[:, top : top + height, left : left + width] = v2.resize(
+        decode(data), [height, width], interpolation=v2.InterpolationMode(interpolation), antialias=True
+    )
+    assert torch.equal(found, expected)
+
+
+def test_the_grey_of_a_letterbox_is_opaque():
+    wanted = Preprocessing("letterbox", (9, 9), mean=(0.5,) * 4, std=(0.5,) * 4)
+    found = load(encoded(Image.new("RGBA", (9, 3), (1, 2, 3, 4)), "PNG"), wanted)
+    assert found[:, 0, 0].tolist() == [114, 114, 114, 255]
+    assert found[:, 4, 4].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("size", "accepted"),
+    [((640, 400), True), ((400, 640), True), ((640, 90), True), ((640, 70), False), ((159, 90), False)],
+)
+def test_reduced_decoding_fits_a_letterbox(size, accepted):
+    data, decoder = encoded(drawn("RGB", *size), "JPEG", quality=95), ReducedDecoder()
+    wanted, header = Preprocessing("letterbox", (40, 40)), read_header(data, Budget())
+    assert decoder.accepts(header, wanted) == accepted
+    if accepted:
+        (found,) = decoder.load([data], [header], wanted)
+        assert found is not None
+        assert (found.int() - load(data, wanted).int()).abs().float().mean() < 4
+
+
 def test_reduced_decoding_scales_to_a_height_and_a_width_too():
     data, decoder = encoded(drawn("RGB", 400, 640), "JPEG", quality=95), ReducedDecoder()
     wanted, header = Preprocessing(resize=(40, 24), crop=(40, 24)), read_header(data, Budget())
@@ -114,7 +150,7 @@ def test_pixels_that_are_sent_as_a_tensor_come_back_as_they_are(channels):
     assert np.array_equal(decode(_bitmap(pixels), channels).permute(1, 2, 0).numpy(), pixels)
 
 
-@pytest.mark.parametrize("resize", [(1, 2, 3), (), (0, 8), (8, "x"), [8], True, (8, 1 << 20)])
+@pytest.mark.parametrize("resize", [(1, 2, 3), (), (0, 8), (8, "x"), [8], True, (8, 1 << 20), "stretch"])
 def test_other_sizes_are_refused_in_one_line(resize):
     with pytest.raises(CardError, match="preprocessing: resize") as caught:
         Preprocessing(resize=resize, crop=(1, 1))

@@ -9,16 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import max_pool2d
 
-from serve.runtime.card.card import Interpolation, Preprocessing
+from serve.runtime.card.card import Interpolation, Letterbox, Preprocessing
 from serve.runtime.images.image_preprocessing import fit
 from serve.runtime.images.placement import Placement
 
 UNSEEN = 255
 
 
-def prepared(resize: int | tuple[int, int], crop: tuple[int, int], how: Interpolation = "bilinear") -> Preprocessing:
+def prepared(
+    resize: int | tuple[int, int] | Letterbox, crop: tuple[int, int], how: Interpolation = "bilinear"
+) -> Preprocessing:
     return Preprocessing(resize, crop, (0.5,), (0.5,), how)
 
 
@@ -30,23 +31,27 @@ SIZES = st.one_of(
 )
 WAYS = st.builds(
     prepared,
-    st.one_of(st.integers(1, 60), SIDES),
+    st.one_of(st.integers(1, 60), SIDES, st.just("letterbox")),
     SIDES,
     st.sampled_from(["nearest", "bilinear", "bicubic"]),
 )
 
 
 def by_hand(size: tuple[int, int], wanted: Preprocessing) -> list[tuple[Fraction, int]]:
-    """Factor and offset of rows and columns, from torchvision's own rules."""
-    shorter = min(size)
-    found = []
+    """Factor and offset of rows and columns, by torchvision's own rules, or by those of YOLO's letterbox."""
+    shorter, found = min(size), []
+    gain = min(Fraction(kept, side) for kept, side in zip(wanted.crop, size, strict=True))
     for axis, side in enumerate(size):
-        if isinstance(wanted.resize, int):
-            scaled = wanted.resize if side == shorter else int(wanted.resize * side / shorter)
-        else:
-            scaled = wanted.resize[axis]
         kept = wanted.crop[axis]
-        offset = round((scaled - kept) / 2.0) if scaled >= kept else -math.floor((kept - scaled) / 2)
+        if wanted.resize == "letterbox":
+            scaled = max(1, round(side * gain))
+            offset = -round((kept - scaled) / 2 - 0.1)
+        else:
+            if isinstance(wanted.resize, int):
+                scaled = wanted.resize if side == shorter else int(wanted.resize * side / shorter)
+            else:
+                scaled = wanted.resize[axis]
+            offset = round((scaled - kept) / 2.0) if scaled >= kept else -math.floor((kept - scaled) / 2)
         found.append((Fraction(scaled, side), offset))
     return found
 
@@ -107,19 +112,22 @@ def test_a_mask_is_placed_at_each_pixels_centre_and_bars_are_ignored(
 
 
 @given(SIZES, WAYS, st.floats(0, 1), st.floats(0, 1))
-@settings(max_examples=200)
-def test_a_mask_lies_as_the_image_does_to_within_a_pixel(
+@settings(max_examples=150)
+def test_the_edges_of_an_image_and_of_its_mask_are_within_a_pixel_of_each_other(
     size: tuple[int, int], wanted: Preprocessing, down: float, right: float
 ) -> None:
+    edges = round(down * size[0]), round(right * size[1])
     image = torch.zeros((1, *size), dtype=torch.uint8)
-    image[:, round(down * size[0]) :, round(right * size[1]) :] = 255
-    placement = Placement.of(*size, wanted)
-    mask = placement.mask_to_network(image[0] // 255, UNSEEN)
-    fitted = fit(image, wanted)[0] > 127
-    near = torch.stack([mask == 0, mask == 1]).float()[None]
-    far_from_edges = (max_pool2d(near, 3, 1, 1)[0] > 0).sum(0) < 2
-    places = far_from_edges & (mask != UNSEEN)
-    assert torch.equal(fitted[places], mask[places] == 1)
+    image[:, edges[0] :, edges[1] :] = 255
+    mask = Placement.of(*size, wanted).mask_to_network(image[0] // 255, UNSEEN)
+    rows, columns = (
+        torch.arange(kept) + 0.5 - float(edge * factor - offset)
+        for edge, kept, (factor, offset) in zip(edges, wanted.crop, by_hand(size, wanted), strict=True)
+    )
+    white = (rows > 0)[:, None] & (columns > 0)
+    places = (rows.abs() > 1)[:, None] & (columns.abs() > 1) & (mask != UNSEEN)
+    assert torch.equal(mask[places] == 1, white[places])
+    assert torch.equal(fit(image, wanted)[0][places] > 127, white[places])
 
 
 def test_what_the_crop_cuts_off_is_named() -> None:
@@ -129,6 +137,15 @@ def test_what_the_crop_cuts_off_is_named() -> None:
     assert (found[:, 80:560] == 0).all()
     assert (found[:, :80] == UNSEEN).all()
     assert (found[:, 560:] == UNSEEN).all()
+
+
+def test_bars_are_no_part_of_the_picture() -> None:
+    placement = Placement.of(30, 60, prepared("letterbox", (20, 20)))
+    assert placement.inside == (slice(5, 15), slice(0, 20))
+    assert placement.seen == (0.0, 0.0, 60.0, 30.0)
+    classes = torch.full((20, 20), 7)
+    classes[5:15] = 3
+    assert (placement.map_to_picture(classes, -1) == 3).all()
 
 
 def test_maps_of_a_batch_and_of_any_integers_are_placed_together() -> None:
