@@ -44,7 +44,7 @@ def with_order(
     stated: Mapping[str, tuple[str, ...]] | None = None,
     origin: object = "the checkpoint",
 ) -> ImageData:
-    """Return ``data`` with classes and labels in the order of the network's outputs.
+    """Return ``data`` with classes and targets in the order of the network's outputs.
 
     Args:
         data: the data in its own order.
@@ -137,7 +137,7 @@ def _permuted(data: ImageData, own: Sequence[str], rows: Sequence[int], whose: s
 
     def moved(split: Split) -> Split:
         known = split.known and Fingerprint(split.known.part(np.asarray(rows)).digest, split.known.kind)
-        return Split(split.sources, places[split.labels], known)
+        return Split(split.sources, split.targets.renumbered(places), known, split.groups)
 
     classes = tuple(data.classes[row] for row in rows)
     note = f"the order of the classes is that of {whose}, not the data's: {listed(classes, 4)}"

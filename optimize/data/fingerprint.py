@@ -45,10 +45,13 @@ class Fingerprint(Described):
     digest: str
     kind: Literal["content", "sample"]
 
+    def grouped(self, groups: npt.NDArray[np.int64]) -> Fingerprint:
+        """Return the fingerprint of the same images in groups, ``int64 (N,)``."""
+        return Fingerprint(_joined(self.digest, "groups", groups), self.kind)
+
     def part(self, rows: npt.NDArray[np.integer[Any]]) -> Fingerprint:
         """Return the fingerprint of the images at ``rows``, in that order, derived from this one."""
-        chosen = rows.astype("<i8").tobytes()
-        return Fingerprint(hashlib.sha256(f"{self.digest} part ".encode() + chosen).hexdigest(), self.kind)
+        return Fingerprint(_joined(self.digest, "part", rows), self.kind)
 
 
 def fingerprint(
@@ -79,6 +82,10 @@ def both(train: Fingerprint, val: Fingerprint) -> Fingerprint:
     """Return the fingerprint of a data set from those of its two splits."""
     digest = hashlib.sha256(f"{train.digest} {val.digest}".encode()).hexdigest()
     return Fingerprint(digest, "content" if train.kind == val.kind == "content" else "sample")
+
+
+def _joined(digest: str, word: str, rows: npt.NDArray[np.integer[Any]]) -> str:
+    return hashlib.sha256(f"{digest} {word} ".encode() + rows.astype("<i8").tobytes()).hexdigest()
 
 
 def _size(source: Source) -> int:

@@ -34,6 +34,7 @@ from optimize.data.program_items import Data, Items, Pair, drawn_by, items_of, k
 from optimize.data.records import ImageData, Split
 from optimize.data.sources import Pixels, Records, Source, png, select, tiff
 from optimize.data.splits import split_off
+from optimize.data.targets import Labels
 from serve.common.progress import shown
 from serve.runtime.card.budget import Budget
 from serve.runtime.card.card import Preprocessing
@@ -103,7 +104,7 @@ def image_data(
         judge = others[0]
     else:
         keys = [hashlib.sha256(f"{seed}/{row}".encode()).digest() for row in range(len(fit))]
-        fit, judge = split_off(fit.sources, fit.labels.numpy(), keys)
+        fit, judge = split_off(fit, keys)
     names = _class_names(classes, train, (fit, judge))
     return ImageData(
         name,
@@ -168,7 +169,7 @@ def _read(
     if items.rows is not None:  # in the order of the data set, with each of its rows once
         order = np.unique(np.asarray(items.rows), return_index=True)[1]
         sources, truth = select(sources, order), truth[torch.from_numpy(order)]
-    return Split(sources, truth), alike
+    return Split(sources, Labels(truth)), alike
 
 
 def _records(pairs: Iterator[Pair], title: str, preprocessing: Preprocessing | None) -> Iterator[tuple[bytes, int]]:

@@ -1,4 +1,4 @@
-"""Loads batches of ``uint8`` pixels: a data set's images after the runtime's own preprocessing.
+"""Loads batches of ``uint8`` pixels and targets: a data set's images after the runtime's own preprocessing.
 
 Training, calibration and measurement all read from here, so that each sees what the endpoint will see.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from optimize.data.pixels import Fitted, Told, fitted, load
+from optimize.data.pixels import Fitted, Told, fitted, load_row
 from optimize.data.records import Split
 from optimize.data.splits import subset
 from optimize.data.unreadable import NAMED, named, refused
@@ -27,9 +27,10 @@ _SEARCH_SECONDS = 30.0
 
 _Batch = tuple[torch.Tensor, torch.Tensor]
 _Numbered = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
 
-
-_Read = tuple[torch.Tensor, torch.Tensor, int]
+#: Images and targets of a batch, or of a part of one, in which no image can be read.
+_NOTHING: _Batch = (torch.empty(0), torch.empty(0))
 
 
 class Placed(NamedTuple):
@@ -39,7 +40,7 @@ class Placed(NamedTuple):
         place: the batch's number in the epoch, from 0.
         rows: rows of the split, ``int64 (N,)``. A part may be empty.
         images: ``uint8 (N, C, H, W)``.
-        labels: ``int64 (N,)``.
+        targets: see `Targets`. Labels are ``int64 (N,)``, class maps ``(N, H, W)``.
         copies: the number of processes that have each of these images. It is all of them if a batch is too small to be
             divided.
     """
@@ -47,7 +48,7 @@ class Placed(NamedTuple):
     place: int
     rows: torch.Tensor
     images: torch.Tensor
-    labels: torch.Tensor
+    targets: torch.Tensor
     copies: int
 
 
@@ -67,7 +68,7 @@ def loader(
     said: Callable[[str], None] | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> Loader:
-    """Return batches of ``split``: ``uint8`` ``(N, C, H, W)`` images and ``int64`` ``(N,)`` labels, in host memory.
+    """Return batches of ``split``: ``uint8`` ``(N, C, H, W)`` images and their targets, in host memory.
 
     Args:
         split: the split to read.
@@ -78,8 +79,8 @@ def loader(
             training.
         seed: the seed of the order and of the subset.
         limit: read only this many images, drawn at random and stratified.
-        skip_unreadable: share of the images, in [0, 1], that may be unreadable. These are left out of their batches and
-            recorded in ``left_out``.
+        skip_unreadable: share of the images, in [0, 1], that may be unreadable, or have unreadable targets. These are
+            left out of their batches and recorded in ``left_out``.
         remedy: the end of the message about too many unreadable images.
         scratch: folder for pixels that do not fit into memory. By default the user's cache folder.
         told: receives the share that is done if all images are decoded before the first batch.
@@ -133,11 +134,11 @@ class Loader:
 
     def epoch(self, number: int) -> Iterator[_Batch]:
         """Return the batches of one epoch. Its order depends only on the seed and on ``number``."""
-        return ((batch, labels) for _, batch, labels in self.numbered(number))
+        return ((images, targets) for _, images, targets in self.numbered(number))
 
     def numbered(self, number: int = 0) -> Iterator[_Numbered]:
         """Return what `epoch` does, each batch with its rows of the split, ``int64 (N,)``, before it."""
-        return ((part.rows, part.images, part.labels) for part in self.placed(number))
+        return ((part.rows, part.images, part.targets) for part in self.placed(number))
 
     def placed(self, number: int = 0, start: int = 0) -> Iterator[Placed]:
         """Return what `numbered` does with each batch's place in the epoch, from ``start`` on.
@@ -152,17 +153,16 @@ class Loader:
         read = self._from_kept(order, kept, start) if kept is not None else self._from_workers(order, start)
         known = len(self.left_out)
         found = start > 0
-        for place, (rows, batch, copies) in enumerate(read, start=start):
+        for place, (rows, images, targets, copies) in enumerate(read, start=start):
             # A single image has no variance. It is allowed only if all batches have one image.
             lone = self.shuffle and len(rows) == 1 and min(self.batch_size, len(self.split)) > 1
             if self.share[1] == 1 and (not len(rows) or lone):
                 continue
             found = found or len(rows) > 0
-            labels = self.split.labels.index_select(0, rows)
             if self.device.type == "cuda":
-                yield Placed(place, rows, batch.pin_memory(), labels.pin_memory(), copies)
+                yield Placed(place, rows, images.pin_memory(), targets.pin_memory(), copies)
             else:
-                yield Placed(place, rows, batch, labels, copies)
+                yield Placed(place, rows, images, targets, copies)
         if not found and self.left_out:
             raise self._refused()
         if self.said is not None and len(self.left_out) > known:
@@ -181,7 +181,7 @@ class Loader:
         return torch.randperm(len(self.split), generator=generator)
 
     def _from_kept(self, order: torch.Tensor, kept: Fitted, start: int) -> Iterator[_Read]:
-        """Yield each batch's readable rows, or our part of them, with their images. Both may be empty."""
+        """Yield each batch's readable rows, or our part of them, with images and targets. They may be empty."""
         self.left_out.update(kept.unreadable)
         if len(self.left_out) > self._allowed:
             raise self._refused()
@@ -189,7 +189,7 @@ class Loader:
         bad[list(kept.unreadable)] = True
         for rows in _Batches(order, self.batch_size, len(self), start).tensors():
             good, copies = _part(rows[~bad[rows]] if kept.unreadable else rows, self.share)
-            yield good, kept.read(good) if len(good) else torch.empty(0), copies
+            yield good, *(kept.read(good) if len(good) else _NOTHING), copies
 
     def _from_workers(self, order: torch.Tensor, start: int) -> Iterator[_Read]:
         """Yield the same as `_from_kept`. After too many unreadable images it searches for more and yields nothing."""
@@ -212,7 +212,7 @@ class Loader:
         # The sampler stays in this process, so that it can change while the workers stay alive.
         batches.order, batches.start = order, start
         deadline = None
-        for place, (good, images, faults) in enumerate(stream, start=start):
+        for place, (good, read, faults) in enumerate(stream, start=start):
             self.left_out.update(faults)
             if len(self.left_out) > self._allowed:
                 deadline = deadline or time.monotonic() + _SEARCH_SECONDS
@@ -220,7 +220,7 @@ class Loader:
                     raise self._refused(more=True)
             else:
                 _, copies = _part(order[self.batch_size * place : self.batch_size * (place + 1)], self.share)
-                yield torch.tensor(good, dtype=torch.int64), torch.empty(0) if images is None else images, copies
+                yield torch.tensor(good, dtype=torch.int64), *(read or _NOTHING), copies
         if deadline is not None:
             raise self._refused()
 
@@ -271,20 +271,19 @@ class _Encoded(Dataset[Any]):
     """Decodes in a worker. It returns an error as text, because a raised one would arrive wrapped in a traceback."""
 
     def __init__(self, split: Split, preprocessing: Preprocessing) -> None:
-        self.sources = split.sources
+        self.split = split
         self.preprocessing = preprocessing
 
-    def __getitem__(self, row: int) -> tuple[int, torch.Tensor | str]:
+    def __getitem__(self, row: int) -> tuple[int, _Batch | str]:
         try:
-            return row, load(self.sources[row], self.preprocessing)
+            return row, load_row(self.split, row, self.preprocessing)
         except ImageError as error:
             return row, str(error)
 
 
-def _collate(
-    items: Sequence[tuple[int, torch.Tensor | str]],
-) -> tuple[list[int], torch.Tensor | None, dict[int, str]]:
-    """Return the rows that could be read, their images, and the reason for each that could not."""
-    good = [(row, image) for row, image in items if isinstance(image, torch.Tensor)]
+def _collate(items: Sequence[tuple[int, _Batch | str]]) -> tuple[list[int], _Batch | None, dict[int, str]]:
+    """Return the rows that could be read, their images and targets, and the reason for each that could not."""
+    good = [(row, read) for row, read in items if not isinstance(read, str)]
     faults = {row: fault for row, fault in items if isinstance(fault, str)}
-    return [row for row, _ in good], torch.stack([image for _, image in good]) if good else None, faults
+    images, targets = zip(*(read for _, read in good), strict=True) if good else ((), ())
+    return [row for row, _ in good], (torch.stack(images), torch.stack(targets)) if good else None, faults

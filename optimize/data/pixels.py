@@ -1,4 +1,4 @@
-"""Decodes a split's images once for the network, and keeps them in memory or in a file."""
+"""Decodes a split's images and targets once for the network, and keeps them in memory or in a file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize
@@ -19,12 +20,15 @@ from optimize.data.cache_folders import cache_folder
 from optimize.data.records import Split
 from optimize.data.sources import Source, read_source
 from optimize.data.unreadable import refused
+from serve.runtime.card.budget import Budget
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.device.cores import cores
 from serve.runtime.errors import ImageError, UserError
 from serve.runtime.images import image_preprocessing
+from serve.runtime.images.headers import faults_named
+from serve.runtime.images.placement import Placement
 
-#: A split whose fitted images need at most this many bytes (1 GiB) is decoded once and kept in memory.
+#: A split whose fitted images and targets need at most this many bytes (1 GiB) is decoded once and kept in memory.
 MEMORY_LIMIT = 1 << 30
 
 #: A split that needs at most this many (32 GiB), and half of the free disk space, is kept in a file.
@@ -35,72 +39,88 @@ _CHUNK = 64  # images that a thread decodes at a time
 Told = Callable[[float], None]
 
 
-class Fitted(Protocol):
-    """All fitted images of a split.
+class Rows(Protocol):
+    """Tensors of one shape and dtype, one for each image of a split."""
 
-    ``unreadable`` has the reason for each row that could not be read. Its pixels are zeros.
-    """
-
-    unreadable: dict[int, str]
+    def write(self, start: int, chunk: torch.Tensor) -> None:
+        """Keep ``chunk`` from row ``start`` on. Safe to call from several threads."""
+        ...
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the images at ``rows``, ``int64 (N,)``, as ``uint8 (N, C, H, W)``."""
+        """Return the tensors at ``rows``, ``int64 (N,)``, as one."""
         ...
 
 
 class InMemory:
-    """`Fitted` as one tensor, ``pixels``."""
+    """`Rows` as one tensor, ``values``."""
 
-    def __init__(self, split: Split, preprocessing: Preprocessing) -> None:
+    def __init__(self, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         # A caller who measures is in inference mode, whose tensors could not be used in training later. The mode
         # belongs to a thread (torch 2.14), so the pool's threads may not even write to such tensors.
         with torch.inference_mode(False):
-            self.pixels = torch.zeros((len(split), *preprocessing.shape), dtype=torch.uint8)
-        self.unreadable: dict[int, str] = {}
+            self.values = torch.zeros((count, *shape), dtype=dtype)
 
     def write(self, start: int, chunk: torch.Tensor) -> None:
-        """Keep the images from row ``start`` on."""
-        self.pixels[start : start + len(chunk)] = chunk
+        """See `Rows`."""
+        self.values[start : start + len(chunk)] = chunk
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `Fitted`. Consecutive rows are not copied."""
+        """See `Rows`. Consecutive rows are not copied."""
         first, last = int(rows[0]), int(rows[-1])
         if last - first + 1 == len(rows) and torch.equal(rows, torch.arange(first, last + 1)):
-            return self.pixels[first : last + 1]
-        return self.pixels.index_select(0, rows)
+            return self.values[first : last + 1]
+        return self.values.index_select(0, rows)
 
 
 class OnDisk:
-    """`Fitted` in an unnamed file, which is gone with the process, however that ends.
+    """`Rows` in an unnamed file, which is gone with the process, however that ends.
 
     It is read and written, not mapped, because mapped pages would count as this process's memory.
     """
 
-    def __init__(self, preprocessing: Preprocessing, folder: Path) -> None:
+    def __init__(self, folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives as long as this object
         finalize(self, self._file.close)
-        self._shape = preprocessing.shape
-        self._size = int(np.prod(preprocessing.shape))
-        self.unreadable: dict[int, str] = {}
+        self._shape, self._dtype = shape, dtype
+        self._size = _bytes(shape, dtype)
 
     def write(self, start: int, chunk: torch.Tensor) -> None:
-        """Keep the images from row ``start`` on. Safe to call from several threads."""
+        """See `Rows`."""
         left, at = chunk.contiguous().numpy().tobytes(), start * self._size
         while left:
             count = os.pwrite(self._file.fileno(), left, at)
             left, at = left[count:], at + count
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `Fitted`."""
+        """See `Rows`."""
         with torch.inference_mode(False):
-            batch = torch.empty((len(rows), *self._shape), dtype=torch.uint8)
-        for image, row in zip(batch.numpy(), rows.tolist(), strict=True):
-            os.preadv(self._file.fileno(), [image.reshape(-1)], row * self._size)
+            batch = torch.empty((len(rows), *self._shape), dtype=self._dtype)
+        for one, row in zip(batch.numpy().reshape(len(rows), -1), rows.tolist(), strict=True):
+            os.preadv(self._file.fileno(), [one.data], row * self._size)
         return batch
 
 
-# Both live as long as their split: a command opens its data once, and its passes share the pixels.
-_kept: WeakKeyDictionary[Split, dict[Preprocessing, InMemory | OnDisk]] = WeakKeyDictionary()
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """All fitted images of a split, with their targets.
+
+    Attributes:
+        images: ``uint8 (N, C, H, W)``. An unreadable image is zeros.
+        targets: see `Targets`. That of an unreadable image is zeros.
+        unreadable: the reason for each row whose image or target could not be read.
+    """
+
+    images: Rows
+    targets: Rows
+    unreadable: dict[int, str] = field(default_factory=dict)
+
+    def read(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the images and targets at ``rows``, ``int64 (N,)``."""
+        return self.images.read(rows), self.targets.read(rows)
+
+
+# They live as long as their split: a command opens its data once, and its passes share the pixels.
+_kept: WeakKeyDictionary[Split, dict[Preprocessing, Fitted]] = WeakKeyDictionary()
 
 
 def fitted(
@@ -123,9 +143,10 @@ def fitted(
     kept = _kept.setdefault(split, {})
     if preprocessing not in kept:
         if fits_in_memory(split, preprocessing):
-            made: InMemory | OnDisk = InMemory(split, preprocessing)
+            made = _in_memory(split, preprocessing)
         elif disk and (folder := _room(split, preprocessing, scratch)) is not None:
-            made = OnDisk(preprocessing, folder)
+            images, targets = (OnDisk(folder, *form) for form in _forms(split, preprocessing))
+            made = Fitted(images, targets)
         else:
             return None
         _decode(split, preprocessing, made, told)
@@ -141,13 +162,14 @@ def decoded(split: Split, preprocessing: Preprocessing) -> torch.Tensor:
     """
     kept = _kept.setdefault(split, {})
     made = kept.get(preprocessing)
-    if not isinstance(made, InMemory):
-        made = InMemory(split, preprocessing)
+    if made is None or not isinstance(made.images, InMemory):
+        made = _in_memory(split, preprocessing)
         _decode(split, preprocessing, made, None)
         kept[preprocessing] = made
     if made.unreadable:
         raise refused(made.unreadable, split.sources, "")
-    return made.pixels
+    assert isinstance(made.images, InMemory)
+    return made.images.values
 
 
 def load(source: Source, preprocessing: Preprocessing) -> torch.Tensor:
@@ -156,17 +178,34 @@ def load(source: Source, preprocessing: Preprocessing) -> torch.Tensor:
     Raises:
         ImageError: it cannot be read, is not a usable image, or has finished pixels of another shape.
     """
+    return _load(source, preprocessing)[0]
+
+
+def load_row(split: Split, row: int, preprocessing: Preprocessing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one image of a split as `load` does, and its target.
+
+    Raises:
+        ImageError: one of them cannot be read or is not usable, or they do not fit together.
+    """
+    image, placement = _load(split.sources[row], preprocessing)
+    return image, split.targets.load(row, placement)
+
+
+def _load(source: Source, preprocessing: Preprocessing) -> tuple[torch.Tensor, Placement]:
     if isinstance(source, np.ndarray):
         if source.shape != preprocessing.shape:
             raise ImageError(f"its pixels have the shape {source.shape}, not {preprocessing.shape}")
-        return torch.from_numpy(np.array(source))
+        return torch.from_numpy(np.array(source)), Placement(*[preprocessing.crop] * 3)
     if isinstance(source, Path):
         try:
             source = source.read_bytes()
         except OSError as error:
             raise ImageError(f"cannot be read ({error.strerror})") from None
     try:
-        return image_preprocessing.load(source, preprocessing)
+        image = image_preprocessing.decode(source, preprocessing.channels, pixel_max=preprocessing.pixel_max)
+        with faults_named(Budget()):
+            height, width = image.shape[-2:]
+            return image_preprocessing.fit(image, preprocessing), Placement.of(height, width, preprocessing)
     except MemoryError:
         raise ImageError("there is not enough memory to decode it") from None
 
@@ -216,12 +255,27 @@ def native_size(split: Split) -> tuple[int, int] | None:
 
 
 def fits_in_memory(split: Split, preprocessing: Preprocessing) -> bool:
-    """Return whether the split's fitted images need at most `MEMORY_LIMIT` bytes."""
-    return _bytes(split, preprocessing) <= MEMORY_LIMIT
+    """Return whether the split's fitted images and targets need at most `MEMORY_LIMIT` bytes."""
+    return _needed(split, preprocessing) <= MEMORY_LIMIT
 
 
-def _bytes(split: Split, preprocessing: Preprocessing) -> int:
-    return len(split) * int(np.prod(preprocessing.shape))
+def _needed(split: Split, preprocessing: Preprocessing) -> int:
+    return len(split) * sum(_bytes(*form) for form in _forms(split, preprocessing))
+
+
+def _forms(split: Split, preprocessing: Preprocessing) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Return shape and dtype of an image and of a target."""
+    targets = split.targets
+    return (preprocessing.shape, torch.uint8), (targets.shape(preprocessing), targets.dtype)
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return int(np.prod(shape)) * dtype.itemsize
+
+
+def _in_memory(split: Split, preprocessing: Preprocessing) -> Fitted:
+    images, targets = (InMemory(len(split), *form) for form in _forms(split, preprocessing))
+    return Fitted(images, targets)
 
 
 def _room(split: Split, preprocessing: Preprocessing, scratch: Path | None) -> Path | None:
@@ -232,19 +286,22 @@ def _room(split: Split, preprocessing: Preprocessing, scratch: Path | None) -> P
         free = shutil.disk_usage(folder).free
     except OSError:
         return None
-    return folder if _bytes(split, preprocessing) <= min(DISK_LIMIT, free // 2) else None
+    return folder if _needed(split, preprocessing) <= min(DISK_LIMIT, free // 2) else None
 
 
-def _decode(split: Split, preprocessing: Preprocessing, made: InMemory | OnDisk, told: Told | None) -> None:
+def _decode(split: Split, preprocessing: Preprocessing, made: Fitted, told: Told | None) -> None:
     def work(rows: range) -> None:
         with torch.inference_mode(False):
-            chunk = torch.zeros((len(rows), *preprocessing.shape), dtype=torch.uint8)
+            images, targets = (
+                torch.zeros((len(rows), *shape), dtype=dtype) for shape, dtype in _forms(split, preprocessing)
+            )
         for place, row in enumerate(rows):
             try:
-                chunk[place] = load(split.sources[row], preprocessing)
+                images[place], targets[place] = load_row(split, row, preprocessing)
             except ImageError as error:
                 made.unreadable[row] = str(error)
-        made.write(rows.start, chunk)
+        made.images.write(rows.start, images)
+        made.targets.write(rows.start, targets)
 
     chunks = [range(start, min(start + _CHUNK, len(split))) for start in range(0, len(split), _CHUNK)]
     pool = ThreadPoolExecutor(max_workers=_threads(split.sources))

@@ -1,4 +1,4 @@
-"""The records of a data set: images, labels, two splits, and facts about them."""
+"""The records of a data set: images, targets, two splits, and facts about them."""
 
 from __future__ import annotations
 
@@ -10,44 +10,54 @@ from typing import Literal
 import torch
 
 from optimize.data.augmentation_choice import Augmentation
-from optimize.data.fingerprint import Fingerprint, both, fingerprint
+from optimize.data.fingerprint import Fingerprint, both
 from optimize.data.sources import Source
+from optimize.data.targets import Targets
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.display import Described
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Split(Described):
-    """Images and their labels. Compared by identity, so that it can key a cache.
+    """Images and their targets. Compared by identity, so that it can key a cache.
 
     Attributes:
         sources: a file, its bytes or finished pixels for each image; see `optimize.data.sources`.
-        labels: int64 of shape ``(N,)``, indices of classes.
+        targets: what a network should answer for each image; see `optimize.data.targets`.
         known: the fingerprint, if it is already known.
+        groups: the group of each image, ``int64 (N,)``: frames of one video, tiles of one scene. What is held out
+            shares no group with the rest. None: every image is its own.
     """
 
     sources: Sequence[Source]
-    labels: torch.Tensor
+    targets: Targets
     known: Fingerprint | None = None
+    groups: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.labels.shape != (len(self.sources),) or self.labels.dtype != torch.int64:
-            raise ValueError(
-                f"labels must be int64 of shape ({len(self.sources)},), "
-                f"got {self.labels.dtype} of {tuple(self.labels.shape)}"
-            )
+        counts = {len(self.sources), len(self.targets), len(self.sources if self.groups is None else self.groups)}
+        if len(counts) > 1:
+            raise ValueError(f"images, targets and groups must be equally many, got {sorted(counts)}")
 
     def __len__(self) -> int:
         return len(self.sources)
 
     @cached_property
     def identity(self) -> Fingerprint:
-        """The fingerprint of its images and labels, computed once."""
-        return self.known or fingerprint(self.sources, self.labels.numpy())
+        """The fingerprint of its images, targets and groups, computed once."""
+        if self.known is not None:
+            return self.known
+        own = self.targets.fingerprint(self.sources)
+        return own if self.groups is None else own.grouped(self.groups.numpy())
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """The class of each image, ``int64 (N,)``. Zeros if an image has no class of its own."""
+        return self.targets.labels
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256 over its images and labels. ``identity.kind`` says what it covers."""
+        """The SHA-256 over its images and targets. ``identity.kind`` says what it covers."""
         return self.identity.digest
 
     def _facts(self) -> dict[str, str]:
@@ -67,7 +77,7 @@ class ImageData(Described):
         classes: label of each class index.
         train: images to train and calibrate with.
         val: images to measure with, none of them in ``train``.
-        augment: the random changes that keep an image's label true.
+        augment: the random changes that keep an image's target true.
         native_size: ``(height, width)`` in pixels if all of a sample of the images share it.
         preferred_side: images are scaled to this side in pixels for a network that requests none. None: their own size.
         preprocessing: the preprocessing that the images already had. Their sources are pixels then. None: none yet.

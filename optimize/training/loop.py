@@ -18,12 +18,11 @@ import torch
 from torch import nn
 
 from optimize.context import Context
-from optimize.data.augment import augment
+from optimize.data.augment import augment, transform
 from optimize.data.loading import Loader, Placed, loader
 from optimize.data.random_draws import Draws
 from optimize.data.records import Split
 from optimize.data.splits import hold_out, part
-from optimize.data.transforms import transform
 from optimize.errors import PassError
 from optimize.store.training_history import Epoch, Point
 from optimize.tasks.base import joined_evidence
@@ -255,7 +254,7 @@ class _Run:
         config, device = self.config, self.device
         images = augment(batch.images.to(device, non_blocking=True), self.augmentation, draws)
         images = transform(images, draws, crop_scale=config.crop_scale, trivial=config.trivial_augment)
-        targets = batch.labels.to(device, non_blocking=True)
+        targets = batch.targets.to(device, non_blocking=True)
         inputs = normalise(images, self.context.preprocessing, device, torch.float32)
         if config.mixup is not None:
             inputs, targets = mixed(inputs, targets, len(self.context.data.classes), config.mixup, draws)

@@ -20,6 +20,7 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.data.records import ImageData, Split
+from optimize.data.targets import Labels
 from optimize.export.onnx_graph.write import run_onnx
 from optimize.export.program import write_weights
 from optimize.listener import Silent
@@ -85,7 +86,7 @@ def png(pixels: np.ndarray) -> bytes:
 def noise(count: int, seed: int = 0, low: int = 0, high: int = 256, classes: int = 4) -> Split:
     """Grey 16x16 noise with values in ``[low, high)``; the labels take turns."""
     pixels = np.random.default_rng(seed).integers(low, high, (count, 16, 16))
-    return Split(tuple(png(image) for image in pixels), torch.arange(count) % classes)
+    return Split(tuple(png(image) for image in pixels), Labels(torch.arange(count) % classes))
 
 
 def image_data(train: Split, val: Split, classes: int = 4) -> ImageData:

@@ -24,13 +24,16 @@ SIDE = 64
 
 def _open(place: str, seed: int, listener: Listener) -> ImageData:
     """Open the digits: 8x8 grey values of 0 to 16, in ten classes."""
+    import torch
+
     from optimize.data.pixels import native_size
-    from optimize.data.records import ImageData
+    from optimize.data.records import ImageData, Split
     from optimize.data.splits import split_off
+    from optimize.data.targets import Labels
 
     sources, labels = _encoded()
     keys = [hashlib.sha256(f"{seed}/{index}".encode()).digest() for index in range(len(sources))]
-    train, val = split_off(sources, labels, keys)
+    train, val = split_off(Split(sources, Labels(torch.from_numpy(labels))), keys)
     classes = tuple(str(digit) for digit in range(10))
     return ImageData("digits", "classification", classes, train, val, "shift", native_size(train), preferred_side=SIDE)
 

@@ -39,6 +39,7 @@ def _open(place: str, seed: int, listener: Listener) -> ImageData:
     from optimize.data import folder_index
     from optimize.data.records import ImageData, Split
     from optimize.data.sources import select
+    from optimize.data.targets import Labels
 
     root = expanded(place)
     if not root.exists():
@@ -53,7 +54,7 @@ def _open(place: str, seed: int, listener: Listener) -> ImageData:
         if "sample" in (found.train_fingerprint.kind, found.val_fingerprint.kind):
             folder_index.write(found, kept)
     train, val = (
-        Split(select(found.files, rows), torch.from_numpy(found.labels[rows]).long(), fingerprint)
+        Split(select(found.files, rows), Labels(torch.from_numpy(found.labels[rows]).long()), fingerprint)
         for rows, fingerprint in ((found.train, found.train_fingerprint), (found.val, found.val_fingerprint))
     )
     # Not mirrored: the images may show letters, signs, or a left and a right.
@@ -78,6 +79,7 @@ def _read(root: Path, seed: int, listener: Listener) -> Index:
     from optimize.data.pixels import native_size
     from optimize.data.records import Split
     from optimize.data.sources import select
+    from optimize.data.targets import Labels
 
     splits, gaps, notes = _splits(root, folders_in(root))
     if splits is not None:
@@ -96,7 +98,7 @@ def _read(root: Path, seed: int, listener: Listener) -> Index:
     def identity(rows: npt.NDArray[np.int32]) -> Fingerprint:
         return fingerprint(select(listing.files, rows), listing.labels[rows], listing.sizes[rows])
 
-    labels = torch.from_numpy(listing.labels[train]).long()
+    labels = Labels(torch.from_numpy(listing.labels[train]).long())
 
     return Index(
         classes=listing.classes,

@@ -80,6 +80,7 @@ def _torchvision_part(name: str, entry: _Torchvision, options: dict[str, Any], r
 
     from optimize.data.records import Split
     from optimize.data.sources import Files, Records, png
+    from optimize.data.targets import Labels
 
     cls = getattr(datasets, entry.cls)
     if "loader" in inspect.signature(cls).parameters:
@@ -109,7 +110,7 @@ def _torchvision_part(name: str, entry: _Torchvision, options: dict[str, Any], r
             encoded.append(png(np.asarray(item)))
         labels.append(int(label))
     sources = Files.of(root, paths) if paths else Records.of(encoded)
-    return dataset, Split(sources, torch.tensor(labels, dtype=torch.int64))
+    return dataset, Split(sources, Labels(torch.tensor(labels, dtype=torch.int64)))
 
 
 def _open(place: str, seed: int, listener: Listener, *, name: str) -> ImageData:

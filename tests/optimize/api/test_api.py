@@ -27,6 +27,7 @@ import optimize as opt
 from optimize.api import Searched
 from optimize.data.pixels import decoded
 from optimize.data.records import ImageData, Split
+from optimize.data.targets import Labels
 from optimize.measure.figures import Difference
 from optimize.measure.rows import Recommendation, Reference, Row, Skip
 from optimize.precision.precision_records import Budget, Figure, Found, Layer, Sensitivity
@@ -396,7 +397,7 @@ def test_settings_tell_what_was_given_in_a_line_and_all_of_it_in_a_notebook() ->
 
 
 def test_a_table_shows_text_as_it_is_and_of_many_names_the_first() -> None:
-    split = Split((), torch.zeros(0, dtype=torch.int64))
+    split = Split((), Labels(torch.zeros(0, dtype=torch.int64)))
     names = ("<b>", "x" * 500, "c", *(f"n{number}" for number in range(1000)))
     data = ImageData("a&b", "classification", names, split, split, "none", None)
     assert "<td>a&amp;b</td>" in data._repr_html_()

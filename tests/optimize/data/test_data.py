@@ -23,6 +23,7 @@ from optimize.data.random_draws import Draws
 from optimize.data.records import ImageData, Split
 from optimize.data.sources import Files, Selected, select
 from optimize.data.splits import hold_out, subset
+from optimize.data.targets import Labels
 from optimize.models.model_names import resolve_model
 from optimize.models.preprocessing import choose_preprocessing
 from optimize.models.source import ModelSource
@@ -44,7 +45,7 @@ def png(value: int, size: int = 4) -> bytes:
 
 def numbered(count: int, classes: int = 3) -> Split:
     """Images whose colour is their number, labelled with their number modulo ``classes``."""
-    return Split(tuple(png(i) for i in range(count)), torch.arange(count) % classes)
+    return Split(tuple(png(i) for i in range(count)), Labels(torch.arange(count) % classes))
 
 
 def numbers(batch: torch.Tensor) -> list[int]:
@@ -69,7 +70,7 @@ def test_unshuffled_batches_hold_every_image_in_order_with_its_label(way):
 
 def test_pixels_are_the_runtimes_own(way):
     sources = tuple(sorted(open_data("digits").val.sources[:6]))
-    split = Split(sources, torch.zeros(6, dtype=torch.int64))
+    split = Split(sources, Labels(torch.zeros(6, dtype=torch.int64)))
     preprocessing = Preprocessing(20, (16, 18), interpolation="bicubic")
     ((batch, _),) = loader(split, preprocessing, batch_size=6, device=CPU)
     assert torch.equal(
@@ -105,14 +106,14 @@ def test_a_last_batch_of_one_image_is_left_out_of_training_only():
 def test_a_file_that_is_no_image_is_named_in_one_line(way, tmp_path):
     bad = tmp_path / "holiday.jpg"
     bad.write_bytes(b"not a picture")
-    split = Split((png(1), bad, png(2)), torch.zeros(3, dtype=torch.int64))
+    split = Split((png(1), bad, png(2)), Labels(torch.zeros(3, dtype=torch.int64)))
     with pytest.raises(UserError, match=r"holiday\.jpg: not an image") as caught:
         list(loader(split, TINY, batch_size=2, device=CPU))
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_has_gone_is_named(way, tmp_path):
-    split = Split((tmp_path / "gone.png",), torch.zeros(1, dtype=torch.int64))
+    split = Split((tmp_path / "gone.png",), Labels(torch.zeros(1, dtype=torch.int64)))
     with pytest.raises(UserError, match=r"gone\.png: cannot be read"):
         list(loader(split, TINY, batch_size=2, device=CPU))
 
@@ -120,7 +121,7 @@ def test_a_file_that_has_gone_is_named(way, tmp_path):
 def test_a_split_is_decoded_once_and_forgotten_with_it(monkeypatch):
     split = numbered(5)
     first = decoded(split, TINY)
-    monkeypatch.setattr(image_preprocessing, "load", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr(image_preprocessing, "decode", lambda *_, **__: pytest.fail("decoded again"))
     assert decoded(split, TINY) is first
     kept = len(data_module._kept)
     del split
@@ -146,7 +147,7 @@ def test_large_images_are_decoded_by_threads_with_the_same_result(monkeypatch):
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, "PNG")
         sources.append(buffer.getvalue())
-    split = Split(tuple(sources), torch.zeros(130, dtype=torch.int64))
+    split = Split(tuple(sources), Labels(torch.zeros(130, dtype=torch.int64)))
     assert data_module._threads(split.sources) == 4
     assert torch.equal(decoded(split, Preprocessing(96, (96, 96))), torch.from_numpy(noise).permute(0, 3, 1, 2))
 
@@ -172,7 +173,7 @@ def test_batches_for_cuda_are_pinned(way):
 @settings(max_examples=50)
 @given(labels=st.lists(st.integers(0, 4), min_size=2, max_size=60), seed=st.integers(0, 9), share=st.floats(0.05, 0.99))
 def test_a_subset_has_the_asked_size_keeps_proportions_and_repeats(labels, seed, share):
-    split = Split(tuple(str(i).encode() for i in range(len(labels))), torch.tensor(labels))
+    split = Split(tuple(str(i).encode() for i in range(len(labels))), Labels(torch.tensor(labels)))
     limit = max(1, int(len(labels) * share))
     part = subset(split, limit, seed)
     assert len(part) == limit
@@ -181,7 +182,7 @@ def test_a_subset_has_the_asked_size_keeps_proportions_and_repeats(labels, seed,
     for label in set(labels):
         exact = labels.count(label) * limit / len(labels)
         assert abs(part.labels.tolist().count(label) - exact) < 1 + 1e-5
-    again = Split(split.sources, split.labels)
+    again = Split(split.sources, split.targets)
     assert subset(again, limit, seed).sources == part.sources
 
 
@@ -261,7 +262,7 @@ def test_draws_are_spread_evenly_and_independent_of_each_other(seed):
 
 
 def data_of(name: str, native: tuple[int, int] | None) -> ImageData:
-    split = Split((b"",), torch.zeros(1, dtype=torch.int64))
+    split = Split((b"",), Labels(torch.zeros(1, dtype=torch.int64)))
     return ImageData(
         name,
         "classification",
@@ -333,7 +334,7 @@ def test_a_size_that_the_network_cannot_take_is_refused():
 def test_paths_and_bytes_give_the_same_pixels(tmp_path):
     file = Path(tmp_path / "1.png")
     file.write_bytes(png(7))
-    split = Split((file, png(7)), torch.zeros(2, dtype=torch.int64))
+    split = Split((file, png(7)), Labels(torch.zeros(2, dtype=torch.int64)))
     assert torch.equal(*decoded(split, TINY))
 
 
@@ -350,7 +351,7 @@ def test_a_hundred_thousand_files_are_held_in_a_few_megabytes_and_a_part_of_them
     names = [[b"ILSVRC2012_%08d.JPEG" % (1000 * folder + n) for n in range(1000)] for folder in range(100)]
     tracemalloc.start()
     files = Files.listed(Path("/data"), ((b"train/n%08d" % n, part) for n, part in enumerate(names)))
-    split = Split(select(files, np.arange(len(files))), torch.arange(100_000) % 1000)
+    split = Split(select(files, np.arange(len(files))), Labels(torch.arange(100_000) % 1000))
     fit, held = hold_out(split, 0.1, 0)
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

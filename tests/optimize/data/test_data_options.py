@@ -189,6 +189,7 @@ STRIPES = """
     from optimize.data.formats.base import DataFormat, register
     from optimize.data.records import ImageData, Split
     from optimize.data.sources import Records, png
+    from optimize.data.targets import Labels
 
 
     def _open(place, seed, listener):
@@ -200,7 +201,7 @@ STRIPES = """
             pictures = rng.integers(0, 40, (count, side, side), dtype=np.uint8)
             for picture, label in zip(pictures, labels.tolist()):
                 (picture if label else picture.T)[::2] += 200
-            return Split(Records.of(map(png, pictures)), labels)
+            return Split(Records.of(map(png, pictures)), Labels(labels))
 
         classes = ("down", "across")
         return ImageData(

@@ -23,6 +23,7 @@ from optimize.data.formats.base import open_data
 from optimize.data.formats.torchvision import SETS, open_torchvision
 from optimize.data.records import Split
 from optimize.data.splits import subset
+from optimize.data.targets import Labels
 from serve.runtime.errors import UserError
 from serve.runtime.images import image_preprocessing
 from tests.narrow import encoded, file
@@ -422,7 +423,7 @@ def test_new_validation_images_leave_the_training_fingerprint_as_it_was(tmp_path
 def test_a_part_of_a_split_has_a_fingerprint_of_its_own_that_follows_the_whole():
     def split(first: bytes) -> Split:
         sources = tuple(bytes([n]) for n in range(39))
-        return Split((first, *sources), torch.arange(40) % 2, fingerprint.Fingerprint(first.hex(), "content"))
+        return Split((first, *sources), Labels(torch.arange(40) % 2), fingerprint.Fingerprint(first.hex(), "content"))
 
     parts = [subset(split(b"a"), 10, seed) for seed in (0, 0, 1)] + [subset(split(b"b"), 10), subset(split(b"a"), 12)]
     assert parts[0].fingerprint == parts[1].fingerprint
@@ -516,10 +517,10 @@ def test_a_folder_that_links_to_one_it_lies_in_is_listed_once(folder):
 
 
 def test_labels_of_another_length_or_type_are_refused():
+    with pytest.raises(ValueError, match=r"equally many, got \[1, 2\]"):
+        Split((b"", b""), Labels(torch.zeros(1, dtype=torch.int64)))
     with pytest.raises(ValueError, match="int64"):
-        Split((b"", b""), torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(ValueError, match="int64"):
-        Split((b"",), torch.zeros(1, dtype=torch.int32))
+        Labels(torch.zeros(1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import torch
 from optimize.context import Context
 from optimize.data import loading, pixels
 from optimize.data.loading import loader
-from optimize.data.pixels import load
 from optimize.data.records import Split
+from optimize.data.targets import Labels
 from optimize.listener import Silent
 from optimize.measure.accuracy import accuracy, answer, load_answers, save_answers
 from optimize.run.session import Session
@@ -55,7 +55,7 @@ def with_bad(folder: Path, count: int, bad: set[int], classes: int = 4) -> Split
             sources.append(path)
         else:
             sources.append(encoded(source))
-    return Split(tuple(sources), whole.labels)
+    return Split(tuple(sources), whole.targets)
 
 
 class Heard(Silent):
@@ -135,7 +135,8 @@ def test_training_leaves_out_its_share_and_notes_it(tmp_path):
     bad = tmp_path / "bad.png"
     bad.write_bytes(b"not a picture")
     sources = (*context.data.train.sources[:95], bad)
-    context = dataclasses.replace(context, data=image_data(Split(sources, context.data.train.labels), context.data.val))
+    train_split = Split(sources, context.data.train.targets)
+    context = dataclasses.replace(context, data=image_data(train_split, context.data.val))
     result = train(network(), context, FAST.model_copy(update={"skip_unreadable": 0.2}))
     (note,) = result.notes
     assert "1 unreadable image left out: " in note
@@ -148,7 +149,7 @@ def test_a_baselines_card_counts_what_it_was_not_trained_on(tmp_path, session):
     data = session.context.data
     bad = tmp_path / "bad.png"
     bad.write_bytes(b"not a picture")
-    train_split = Split((*data.train.sources[:299], bad), data.train.labels[:300])
+    train_split = Split((*data.train.sources[:299], bad), Labels(data.train.labels[:300]))
     context = dataclasses.replace(session.context, data=dataclasses.replace(data, train=train_split))
     made = Session(Store(tmp_path / "store"), session.source, context).baseline(
         TrainingConfig(epochs=1, augment=False, skip_unreadable=0.05)
@@ -163,7 +164,7 @@ def test_accuracy_refuses_unreadable_images_or_leaves_them_out_and_counts_them(t
     for row in rows:
         sources[row] = tmp_path / f"bad{row}.png"
         sources[row].write_bytes(b"not a picture")
-    spoilt = dataclasses.replace(data, val=Split(tuple(sources), data.val.labels))
+    spoilt = dataclasses.replace(data, val=Split(tuple(sources), data.val.targets))
     context = Context(spoilt, GREY16, CPU)
     predictor = Predictor(trained.folder)
     with pytest.raises(UserError, match=r"2 of \d+ images cannot be read: .*bad3.*bad100.*--skip-unreadable"):
@@ -203,8 +204,8 @@ def test_an_example_has_as_many_images_as_asked_for_even_if_some_cannot_be_read(
 def decodings(monkeypatch):
     """How many images were decoded."""
     count: list[int] = []
-    monkeypatch.setattr(pixels, "load", noting(count, load, lambda *_: 1))
-    monkeypatch.setattr(loading, "load", pixels.load)
+    monkeypatch.setattr(pixels, "load_row", noting(count, pixels.load_row, lambda *_: 1))
+    monkeypatch.setattr(loading, "load_row", pixels.load_row)
     return count
 
 
@@ -215,7 +216,7 @@ def test_evaluation_images_above_memory_are_decoded_once_for_all_artifacts(
     from_memory = [answer(Predictor(artifact.folder).outputs, digits_context, 32) for artifact in artifacts]
     monkeypatch.setattr(pixels, "MEMORY_LIMIT", 0)
     data = digits_context.data
-    fresh = dataclasses.replace(data, val=Split(data.val.sources, data.val.labels))
+    fresh = dataclasses.replace(data, val=Split(data.val.sources, data.val.targets))
     context = Context(fresh, GREY16, CPU, scratch=tmp_path)
     decodings.clear()
     from_disk = [answer(Predictor(artifact.folder).outputs, context, 32) for artifact in artifacts]
@@ -230,21 +231,24 @@ def test_pixels_on_disk_are_those_in_memory_in_any_order(tmp_path, monkeypatch):
     split = noise(150, 5)
     kept = pixels.fitted(split, GREY16)
     monkeypatch.setattr(pixels, "MEMORY_LIMIT", 0)
-    on_disk = pixels.fitted(Split(split.sources, split.labels), GREY16, tmp_path, disk=True)
+    on_disk = pixels.fitted(Split(split.sources, split.targets), GREY16, tmp_path, disk=True)
     rows = torch.from_numpy(np.random.default_rng(0).permutation(150))
-    assert isinstance(kept, pixels.InMemory)
-    assert isinstance(on_disk, pixels.OnDisk)
-    assert torch.equal(kept.read(rows), on_disk.read(rows))
-    assert torch.equal(kept.pixels, on_disk.read(torch.arange(150)))
+    assert kept is not None
+    assert isinstance(kept.images, pixels.InMemory)
+    assert on_disk is not None
+    assert isinstance(on_disk.images, pixels.OnDisk)
+    assert all(map(torch.equal, kept.read(rows), on_disk.read(rows)))
+    assert torch.equal(kept.images.values, on_disk.images.read(torch.arange(150)))
 
 
 @pytest.mark.parametrize("limit", ["disk", "free"])
 def test_pixels_beyond_the_disks_bound_are_decoded_each_time(tmp_path, monkeypatch, limit):
     monkeypatch.setattr(pixels, "MEMORY_LIMIT", 0)
+    needed = 149 * (16 * 16 + 8)  # a grey byte for each pixel, and a label of 64 bits
     if limit == "disk":
-        monkeypatch.setattr(pixels, "DISK_LIMIT", 149 * 256)
+        monkeypatch.setattr(pixels, "DISK_LIMIT", needed)
     else:
-        usage = shutil.disk_usage(tmp_path)._replace(free=2 * 149 * 256)
+        usage = shutil.disk_usage(tmp_path)._replace(free=2 * needed)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert pixels.fitted(noise(150, 5), GREY16, tmp_path, disk=True) is None
     assert pixels.fitted(noise(149, 5), GREY16, tmp_path, disk=True) is not None

@@ -19,6 +19,7 @@ from PIL import Image
 
 from optimize.context import Context
 from optimize.data.records import ImageData, Split
+from optimize.data.targets import Labels
 from optimize.measure import process_pool, processes
 from optimize.measure.accuracy import answer
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable
@@ -236,7 +237,7 @@ def test_an_accuracy_is_of_the_validation_images_and_of_no_others(
     store: Store, trained: Artifact, digits_context: Context
 ) -> None:
     data = digits_context.data
-    fewer = Split(data.train.sources[:64], data.train.labels[:64])
+    fewer = Split(data.train.sources[:64], Labels(data.train.labels[:64]))
     train = dataclasses.replace(digits_context, data=dataclasses.replace(data, train=fewer))
     val = dataclasses.replace(digits_context, data=dataclasses.replace(data, val=fewer))
     before = keys(store, digits_context, trained)
@@ -416,7 +417,7 @@ def test_the_death_of_one_process_is_one_skip(
 @pytest.mark.parametrize("readable", range(5))
 def test_speed_is_of_images_that_can_be_read(readable: int, store: Store, digits_context: Context) -> None:
     sources = [encoded(digits_context.data.val.sources[row]) if row == readable else b"no image" for row in range(5)]
-    val = Split(sources, digits_context.data.val.labels[:5])
+    val = Split(sources, Labels(digits_context.data.val.labels[:5]))
     context = dataclasses.replace(digits_context, data=dataclasses.replace(digits_context.data, val=val))
     with Bench(store, context, QUICK) as bench:
         one, three = bench._batch(1), bench._batch(3)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from optimize.data.records import ImageData, Split
+from optimize.data.targets import Labels
 from optimize.models.module_source import module_source
 from optimize.models.preprocessing import choose_preprocessing
 from optimize.models.weight_matching import load_into
@@ -25,7 +26,7 @@ from tests.optimize.tiny_net import Tiny
 from tests.optimize.workbench import noise_context, run
 from tests.programs import Programs
 
-NONE = Split((), torch.zeros(0, dtype=torch.int64))
+NONE = Split((), Labels(torch.zeros(0, dtype=torch.int64)))
 PHOTOS = ImageData("photos", "classification", ("a", "b"), NONE, NONE, "none", None)
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import optimize as opt
 from optimize import cli
 from optimize.data.records import ImageData, Split
+from optimize.data.targets import Labels
 from optimize.models import torchvision as torchvision_file
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.model_names import resolve_model, with_checkpoint, with_named_weights
@@ -27,7 +28,7 @@ from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError
 from tests.optimize.runs_fixtures import TINY, Heard, run_recipe, with_stages
 
-NONE = Split((), torch.zeros(0, dtype=torch.int64))
+NONE = Split((), Labels(torch.zeros(0, dtype=torch.int64)))
 PHOTOS = ImageData("photos", "classification", ("a", "b"), NONE, NONE, "none", None)
 THUMBNAILS = ImageData("cifar10", "classification", ("a", "b"), NONE, NONE, "none", (32, 32))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from optimize.data.records import ImageData, Split
+from optimize.data.targets import Labels
 from optimize.models.checkpoint import read_checkpoint
 from optimize.models.model_names import resolve_model, with_named_weights
 from optimize.models.preprocessing import choose_preprocessing
@@ -21,7 +22,7 @@ from tests.narrow import layer
 
 needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
 
-NONE = Split((), torch.zeros(0, dtype=torch.int64))
+NONE = Split((), Labels(torch.zeros(0, dtype=torch.int64)))
 PHOTOS = ImageData("photos", "classification", ("a", "b"), NONE, NONE, "none", None)
 DIGITS = ImageData("digits", "classification", ("a", "b"), NONE, NONE, "none", (8, 8), preferred_side=64)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

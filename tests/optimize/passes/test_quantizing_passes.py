@@ -17,6 +17,7 @@ from torchvision.ops import stochastic_depth
 from optimize.context import Context
 from optimize.data.loading import loader
 from optimize.data.records import Split
+from optimize.data.targets import Labels
 from optimize.errors import NotApplicableError, PassError
 from optimize.passes import qat as qat_module
 from optimize.passes.ptq import PTQ, Ptq
@@ -162,7 +163,7 @@ def mean_range(context: Context, images: int) -> tuple[float, float]:
 
 def test_moving_average_ranges_are_the_mean_of_each_batchs_extremes(tmp_path):
     pixels = [np.random.default_rng(n).integers(120 - n, 130 + n, (16, 16)) for n in range(120)]
-    context = noise_context(train=Split(tuple(png(image) for image in pixels), torch.arange(120) % 4))
+    context = noise_context(train=Split(tuple(png(image) for image in pixels), Labels(torch.arange(120) % 4)))
     folder = ptq(small(), context, tmp_path, observer="moving-average", images=96)
     assert len(seen_inputs(context, 96)) == 3
     scale, zero_point = affine(*mean_range(context, 96), x86_target().activation_max)
@@ -172,7 +173,7 @@ def test_moving_average_ranges_are_the_mean_of_each_batchs_extremes(tmp_path):
 
 def test_a_histogram_gives_up_a_rare_tail_for_a_smaller_error_of_all(tmp_path):
     pixels = (128 + np.random.default_rng(0).laplace(0, 9, (256, 16, 16))).clip(0, 255)
-    train = Split(tuple(png(image) for image in pixels), torch.arange(256) % 4)
+    train = Split(tuple(png(image) for image in pixels), Labels(torch.arange(256) % 4))
     context = noise_context(train=train)
     inputs = torch.cat(seen_inputs(context, 256))
     error = {}
@@ -287,7 +288,7 @@ def learnable(images: int = 96) -> Context:
     train = noise(images, 0)
     sources = tuple(source for part in parts for source in part.sources)
     labels = torch.arange(4).repeat_interleave(images // 4)
-    return noise_context(train=dataclasses.replace(train, sources=sources, labels=labels))
+    return noise_context(train=dataclasses.replace(train, sources=sources, targets=Labels(labels)))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from optimize.data.records import Split
+from optimize.data.targets import Labels
 from optimize.errors import NotApplicableError
 from optimize.listener import Silent
 from optimize.passes.fuse import Fuse
@@ -183,7 +184,7 @@ def noise_with_outliers() -> Split:
     """Four batches, one of which has far larger contrast."""
     generator = np.random.default_rng(0)
     pixels = [generator.integers(0 if n % 37 == 0 else 120, 256 if n % 37 == 0 else 136, (16, 16)) for n in range(128)]
-    return Split(tuple(png(image) for image in pixels), torch.arange(128) % 4)
+    return Split(tuple(png(image) for image in pixels), Labels(torch.arange(128) % 4))
 
 
 @pytest.mark.parametrize("observer", ["minmax", "histogram", "moving-average"])

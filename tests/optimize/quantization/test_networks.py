@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from optimize.context import Context
 from optimize.data.records import Split
+from optimize.data.targets import Labels
 from optimize.export.onnx_graph.write import run_onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
@@ -54,7 +55,7 @@ def pictures(count: int, seed: int) -> Split:
         (left, top), radius = draw.uniform(0.2, 0.8, 2), draw.uniform(0.1, 0.35)
         image[(x - left) ** 2 + (y - top) ** 2 < radius**2] = draw.uniform(0, 255, 3)
         made.append(png((image + draw.normal(0, 15, image.shape)).clip(0, 255)))
-    return Split(tuple(made), torch.arange(count) % CLASSES)
+    return Split(tuple(made), Labels(torch.arange(count) % CLASSES))
 
 
 @functools.cache

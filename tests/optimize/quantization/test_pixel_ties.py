@@ -12,6 +12,7 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.data.records import Split
+from optimize.data.targets import Labels
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.quantization.observer_choice import Observer
@@ -30,7 +31,7 @@ def half_black(count: int) -> Split:
     """Grey noise with a black half: of 7 bits, and a mean of 0.5, black and white are the only ties."""
     pixels = np.random.default_rng(1).integers(0, 256, (count, 16, 16))
     pixels[:, :8] = 0
-    return Split(tuple(png(image) for image in pixels), torch.arange(count) % 4)
+    return Split(tuple(png(image) for image in pixels), Labels(torch.arange(count) % 4))
 
 
 def context(mean: float, std: float) -> Context:

@@ -15,6 +15,7 @@ from torch import nn
 from optimize.context import Context
 from optimize.data.random_draws import Draws
 from optimize.data.records import Split
+from optimize.data.targets import Labels
 from optimize.listener import Silent
 from optimize.models.teacher import Teacher
 from optimize.passes.qat import QAT, Qat
@@ -197,7 +198,7 @@ def accuracy(module: nn.Module, context: Context) -> float:
 def test_a_student_learns_from_its_teacher_alone_where_the_labels_are_destroyed():
     context = brightness()
     labels = context.data.train.labels[torch.randperm(96, generator=torch.Generator().manual_seed(3))]
-    data = dataclasses.replace(context.data, train=Split(context.data.train.sources, labels))
+    data = dataclasses.replace(context.data, train=Split(context.data.train.sources, Labels(labels)))
     context = taught(dataclasses.replace(context, data=data), Knowing())
     settings = {"epochs": 1, "batch_size": 2, "learning_rate": 0.5, "weight_decay": 0.0}
     scores = {}

@@ -13,6 +13,7 @@ from optimize.data.augment import augment
 from optimize.data.loading import loader
 from optimize.data.records import Split
 from optimize.data.splits import hold_out
+from optimize.data.targets import Labels
 from optimize.errors import PassError
 from optimize.listener import Silent
 from optimize.training import loop as training
@@ -27,14 +28,14 @@ from tests.optimize.workbench import CPU, GREY16, noise, noise_context, noting
 
 def numbered(labels: list[int]) -> Split:
     """Sources that are their own names, for tests that decode nothing."""
-    return Split(tuple(str(index).encode() for index in range(len(labels))), torch.tensor(labels))
+    return Split(tuple(str(index).encode() for index in range(len(labels))), Labels(torch.tensor(labels)))
 
 
 def brightness(images: int = 96) -> Context:
     """Images whose brightness is their class, which a linear layer can learn."""
     parts = [noise(images // 4, seed, 20 + 60 * seed, 40 + 60 * seed) for seed in range(4)]
     sources = tuple(source for part in parts for source in part.sources)
-    train_split = Split(sources, torch.arange(4).repeat_interleave(images // 4))
+    train_split = Split(sources, Labels(torch.arange(4).repeat_interleave(images // 4)))
     return noise_context(train=train_split)
 
 
@@ -121,7 +122,7 @@ def test_top1_is_the_share_of_right_answers():
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
             return nn.functional.one_hot(torch.full((len(batch),), 2), 4).float()
 
-    split = dataclasses.replace(context.data.train, labels=torch.tensor([2] * 5 + [1] * 11))
+    split = dataclasses.replace(context.data.train, targets=Labels(torch.tensor([2] * 5 + [1] * 11)))
     assert score_of(AlwaysTwo(), loader(split, GREY16, batch_size=6, device=CPU), context) == 5 / 16
 
 
@@ -260,7 +261,7 @@ def test_a_warm_up_of_exactly_one_step_is_taken():
 
 
 def test_one_image_a_class_is_too_few_to_hold_any_out():
-    split = dataclasses.replace(noise(4), labels=torch.arange(4))
+    split = dataclasses.replace(noise(4), targets=Labels(torch.arange(4)))
     with pytest.raises(UserError, match="has one training image per class"):
         train(network(), noise_context(train=split), FAST)
 

@@ -15,8 +15,8 @@ from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 from torch.ao.quantization.observer import MovingAverageMinMaxObserver
 
 from optimize.context import Context
+from optimize.data.augment import transform
 from optimize.data.random_draws import Draws
-from optimize.data.transforms import transform
 from optimize.listener import Silent
 from optimize.passes import qat_lowbit
 from optimize.passes.qat import QAT, Qat

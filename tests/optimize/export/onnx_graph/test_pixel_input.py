@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from optimize.context import Context
 from optimize.data.records import Split
+from optimize.data.targets import Labels
 from optimize.errors import PassError
 from optimize.export.onnx_graph.image_quantizer import keep_rounding
 from optimize.export.onnx_graph.pixel_input import GraphInput
@@ -54,7 +55,7 @@ def padded() -> nn.Sequential:
 def context() -> Context:
     extremes = [np.zeros((16, 16)), np.full((16, 16), 255), np.tri(16) * 255, np.indices((16, 16)).sum(0) % 2 * 255]
     sources = (*noise(28, 1).sources, *(png(image) for image in extremes))
-    train = Split(sources, torch.arange(32) % 4)
+    train = Split(sources, Labels(torch.arange(32) % 4))
     return dataclasses.replace(noise_context(train=train), preprocessing=COLOUR)
 
 

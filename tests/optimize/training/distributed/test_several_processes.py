@@ -196,7 +196,7 @@ def test_the_parts_of_processes_are_the_whole_batch_each_image_once(count, unrea
         assert all(part.place == batch.place for part in mine)
         assert torch.equal(torch.cat([part.rows for part in mine]), batch.rows)
         assert torch.equal(torch.cat([part.images for part in mine]), batch.images)
-        assert torch.equal(torch.cat([part.labels for part in mine]), batch.labels)
+        assert torch.equal(torch.cat([part.targets for part in mine]), batch.targets)
         assert all(len(part.rows) >= 2 and part.copies == 1 for part in mine)
 
 
