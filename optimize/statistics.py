@@ -7,10 +7,11 @@ to 1).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,11 +21,11 @@ MOST_IMAGES = 10**9
 
 
 @dataclass(frozen=True)
-class PairedDifference:
-    """How much more often one model is right than another on the same images.
+class PairedDifference(ABC):
+    """How much better one model's score is than another's on the same images.
 
-    ``delta`` is the accuracy of the second minus that of the first, ``low`` and ``high`` its interval. ``gained``
-    counts the images that only the second gets right, ``lost`` those that only the first gets right, ``n`` all images.
+    ``delta`` is the score of the second minus that of the first, ``low`` and ``high`` its interval. ``gained`` counts
+    the images that the second answers better, ``lost`` those that the first answers better, ``n`` all images.
     """
 
     delta: float
@@ -34,16 +35,46 @@ class PairedDifference:
     lost: int
     n: int
 
-    def at(self, confidence: float) -> PairedDifference:
+    @abstractmethod
+    def at(self, confidence: float) -> Self:
         """Return the same difference with its interval at another confidence."""
-        return paired_interval(self.gained, self.lost, self.n, confidence)
 
+    @abstractmethod
     def score(self, loss: float) -> float:
         """Compute the statistic against the hypothesis that the second model loses ``loss`` or more.
 
-        See `loss_score`.
+        It is standard normal if the loss is exactly ``loss``. It is above a normal quantile exactly if the lower end of
+        the interval at that quantile is above ``-loss``. It grows with the square root of the number of images.
         """
+
+    @abstractmethod
+    def smallest_loss(self, confidence: float) -> float:
+        """Return the smallest loss that these images can exclude, if both models answer all of them alike."""
+
+    @abstractmethod
+    def images_needed(self, loss: float, confidence: float) -> int | None:
+        """Return the fewest such images that exclude a loss, if both models answer all of them alike. None: none do."""
+
+
+@dataclass(frozen=True)
+class ShareDifference(PairedDifference):
+    """The difference of two shares of images, such as accuracies, with Tango's interval; see `paired_difference`."""
+
+    def at(self, confidence: float) -> ShareDifference:
+        """See `PairedDifference`."""
+        return paired_interval(self.gained, self.lost, self.n, confidence)
+
+    def score(self, loss: float) -> float:
+        """See `loss_score`."""
         return loss_score(self.gained, self.lost, self.n, loss)
+
+    def smallest_loss(self, confidence: float) -> float:
+        """See `smallest_loss`."""
+        return smallest_loss(self.n, confidence)
+
+    def images_needed(self, loss: float, confidence: float) -> int | None:
+        """See `images_needed`."""
+        return images_needed(loss, confidence)
 
 
 @dataclass(frozen=True)
@@ -71,7 +102,7 @@ class RatioInterval:
 
 def paired_difference(
     correct_a: Sequence[bool] | NDArray[np.bool_], correct_b: Sequence[bool] | NDArray[np.bool_]
-) -> PairedDifference:
+) -> ShareDifference:
     """Return the accuracy of b minus that of a on the same images, with Tango's score interval.
 
     Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample design",
@@ -91,10 +122,10 @@ def paired_difference(
     return paired_interval(int(np.sum(b & ~a)), int(np.sum(a & ~b)), int(a.size))
 
 
-def paired_interval(gained: int, lost: int, n: int, confidence: float = 0.95) -> PairedDifference:
+def paired_interval(gained: int, lost: int, n: int, confidence: float = 0.95) -> ShareDifference:
     """Return the same from counts: of ``n`` images, only the second gets ``gained`` right, only the first ``lost``."""
     low, high = _tango(gained, lost, n, confidence)
-    return PairedDifference(delta=(gained - lost) / n, low=low, high=high, gained=gained, lost=lost, n=n)
+    return ShareDifference(delta=(gained - lost) / n, low=low, high=high, gained=gained, lost=lost, n=n)
 
 
 def images_needed(loss: float, confidence: float = 0.95, *, gained: float = 0.0, lost: float = 0.0) -> int | None:

@@ -19,6 +19,7 @@ FLOORS = {
     "optimize": 0,
     "optimize.errors": 0,
     "optimize.listener": 0,
+    "optimize.mean_iou": 1,
     "optimize.memory": 0,
     "optimize.noise": 0,
     "optimize.statistics": 0,

@@ -99,6 +99,7 @@ def compare(
                 measured.turns.speeds,
                 rule,
                 session.context.task,
+                differences=measured.differences(session.context.task),
                 classes=len(session.context.data.classes),
             ),
             measurement=measured.measurement,

@@ -101,6 +101,7 @@ def accuracy(answers: Answers, baseline: Answers | None, key: str, task: Task) -
     """
     return Accuracy(
         scores=task.scores(answers.evidence),
+        interval=task.interval(answers.evidence),
         images=answers.images,
         left_out=len(answers.left_out),
         answers=key,

@@ -92,7 +92,10 @@ class TaskFigures(Record):
 
 
 class Difference(Record):
-    """The score minus the baseline's on the same images, its 95 % interval, and the images gained and lost."""
+    """The score minus the baseline's on the same images, and its 95 % interval.
+
+    ``gained`` counts the images that are answered better than by the baseline, ``lost`` those that are answered worse.
+    """
 
     delta: float
     low: float
@@ -109,13 +112,15 @@ class Difference(Record):
 class Accuracy(TaskFigures):
     """The task's scores on ``images`` validation images, by their keys.
 
-    ``difference`` is that of the first score to the baseline, which itself has none. Another ``left_out`` images could
-    not be read. ``answers`` is the key of the stored object with the evidence of each image.
+    ``interval`` is the 95 % interval of the first score, and ``difference`` its difference to the baseline, which
+    itself has none. Another ``left_out`` images could not be read. ``answers`` is the key of the stored object with the
+    evidence of each image.
     """
 
     of_task = "scores"
 
     scores: dict[str, float] = Field(min_length=1)
+    interval: tuple[float, float]
     images: int
     left_out: int = 0
     answers: str

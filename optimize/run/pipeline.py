@@ -80,7 +80,12 @@ def run(job: Job, listener: Listener) -> Outcome:
         bench = Bench(session.store, context, recipe.measure, opened.devices, remeasure=job.remeasure)
         measured = measure(steps, bench, functools.partial(graph_of, session), certifying=True)
         recommendation = recommend(
-            measured.rows, measured.turns.speeds, rule, context.task, classes=len(context.data.classes)
+            measured.rows,
+            measured.turns.speeds,
+            rule,
+            context.task,
+            differences=measured.differences(context.task),
+            classes=len(context.data.classes),
         )
         artifacts = {step.artifact.name: step.artifact for step in steps if isinstance(step, Step)}
         gpu = next((device for device in opened.devices if device != "cpu"), "cpu")

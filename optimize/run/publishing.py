@@ -165,9 +165,8 @@ def evidence_of(row: Row, task: Task) -> tuple[Evidence, ...]:
     for pair in row.pairs:
         if pair.measured is not None:
             accuracy = pair.measured.accuracy
-            low, high = task.interval(accuracy.score, accuracy.images)
             execution = dataclasses.replace(pair.execution, device=pair.execution.device_type)
-            found.append(Evidence(execution, task.metric.key, accuracy.score, low, high, accuracy.images))
+            found.append(Evidence(execution, task.metric.key, accuracy.score, *accuracy.interval, accuracy.images))
     return tuple(found)
 
 

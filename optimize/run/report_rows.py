@@ -23,6 +23,7 @@ from optimize.run.certification.parity_certificates import UNCERTIFIED, certify,
 from optimize.run.float_references import float_references
 from optimize.run.relative_speeds import Turns, fastest, turns
 from optimize.run.session import Step
+from optimize.statistics import PairedDifference
 from optimize.store.artifact import Artifact
 from optimize.store.layer_effects import read_effects
 from optimize.tasks.base import Evidence, Task
@@ -56,6 +57,11 @@ class Measurements:
     evidence: Mapping[str, Evidence]
     first: Mapping[str, Sequence[float]]
     keys: frozenset[str]
+
+    def differences(self, task: Task) -> dict[str, PairedDifference]:
+        """Return the difference of each measured pair's score to that of the first, by id, its own included."""
+        first = next(pair.id for row in self.rows for pair in row.pairs if pair.measured is not None)
+        return {pair: task.difference(self.evidence[first], own) for pair, own in self.evidence.items()}
 
 
 def measure(

@@ -157,7 +157,16 @@ def compare_runs(
         )
         for c in contestants
     ]
-    recommendation = recommend(rows, speeds, rule, task, classes=contestants[0].report.data.classes)
+    recommendation = recommend(
+        rows,
+        speeds,
+        rule,
+        task,
+        differences={
+            timed[name].id: task.difference(answers[first].evidence, answers[name].evidence) for name in timed
+        },
+        classes=contestants[0].report.data.classes,
+    )
     remarks = (*recommendation.remarks, *_from_elsewhere(contestants))
     return Results(
         task=task.name,

@@ -113,8 +113,8 @@ class Task(Described, ABC):
         """Return the score of the other minus that of the reference on the same images, with its 95 % interval."""
 
     @abstractmethod
-    def interval(self, score: float, images: int) -> tuple[float, float]:
-        """Return the 95 % interval of a score on so many images."""
+    def interval(self, evidence: Evidence) -> tuple[float, float]:
+        """Return the 95 % interval of `score`."""
 
     @abstractmethod
     def ease(self, evidence: Evidence) -> NDArray[np.generic]:

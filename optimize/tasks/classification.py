@@ -106,9 +106,9 @@ class Classification(Task):
         """See `Task`. The interval is Tango's."""
         return paired_difference(reference["first"].numpy(), other["first"].numpy())
 
-    def interval(self, score: float, images: int) -> tuple[float, float]:
+    def interval(self, evidence: Evidence) -> tuple[float, float]:
         """See `Task`. The interval is Wilson's."""
-        return wilson_interval(score, images)
+        return wilson_interval(self.score(evidence), len(evidence["first"]))
 
     def ease(self, evidence: Evidence) -> NDArray[np.generic]:
         """See `Task`."""

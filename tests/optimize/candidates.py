@@ -8,6 +8,7 @@ from typing import Any
 from optimize.measure.figures import Accuracy, Difference, Footprint, Measured
 from optimize.measure.latency import Speed
 from optimize.measure.rows import ModelFile, Pair, Row, Skip
+from optimize.statistics import PairedDifference, paired_interval, wilson_interval
 from serve.runtime.card.execution import Execution
 
 
@@ -38,13 +39,17 @@ class Case:
         if self.rounds is None:
             return Row(**known, skip=Skip(kind="cannot_run_here", reason=self.skip))
         timed = self.speed().against(baseline, baseline)
-        # The table's interval is not what the rule goes by: it takes the counts, at its own confidence.
+        # The table's interval is not what the rule goes by: it takes `differences`, at its own confidence.
         delta = (self.gained - self.lost) / self.images
         difference = Difference(delta=delta, low=-1, high=1, gained=self.gained, lost=self.lost)
         measured = Measured(
             **dict(timed),
             accuracy=Accuracy(
-                scores={"top1": 0.9, "top5": 1.0}, images=self.images, answers="a", difference=difference
+                scores={"top1": 0.9, "top5": 1.0},
+                interval=wilson_interval(0.9, self.images),
+                images=self.images,
+                answers="a",
+                difference=difference,
             ),
             footprint=Footprint(load_ms=1.0, memory_bytes=1),
         )
@@ -53,3 +58,8 @@ class Case:
     def speed(self) -> Speed:
         assert self.rounds is not None
         return Speed({1: self.rounds, 8: [[self.batch8]] * len(self.rounds)})
+
+
+def differences(*cases: Case) -> dict[str, PairedDifference]:
+    """The differences to the baseline that the rule goes by, of the pairs that were measured."""
+    return {case.id: paired_interval(case.gained, case.lost, case.images) for case in cases if case.rounds}

@@ -28,7 +28,13 @@ def timed(ms: float, samples: int = 250) -> dict[str, Any]:
 def measured(top1: float, ms: float, mb: float, parent: str | None) -> dict[str, Any]:
     delta = top1 - 0.9111
     difference = {"delta": delta, "low": delta - 0.0062, "high": delta + 0.0058, "gained": 11, "lost": 13}
-    accuracy = {"top1": top1, "top5": 0.9922, "images": 2222, "answers": "a" * 64}
+    accuracy = {
+        "top1": top1,
+        "top5": 0.9922,
+        "interval": [top1 - 0.0123, top1 + 0.0117],
+        "images": 2222,
+        "answers": "a" * 64,
+    }
     parity = {
         "reference": parent,
         "max_abs": 0.0123,

@@ -13,7 +13,7 @@ from optimize.report.number_format import number, percent, points, times
 from optimize.run.recommendation.missing_graph import missing_graph
 from optimize.run.recommendation.non_inferiority import Tested, first_level, most_of_one, prove
 from optimize.run.recommendation.rule import Objective, Recommend
-from optimize.statistics import PairedDifference, images_needed, paired_interval, smallest_loss
+from optimize.statistics import PairedDifference
 from optimize.tasks.base import Task
 
 #: A tail is long if p95 is at least this many p50s, and this many times the usual ratio of the others.
@@ -103,6 +103,7 @@ def recommend(
     by: Recommend,
     task: Task,
     *,
+    differences: Mapping[str, PairedDifference],
     classes: int | None = None,
 ) -> Recommendation:
     """Choose among the measured pairs of all rows.
@@ -112,6 +113,7 @@ def recommend(
         speeds: the times of their pairs by id, and of references by name, from one measurement in turns.
         by: the user's rule.
         task: what the network is for.
+        differences: the differences of the measured pairs' scores to that of the first pair, by id, its own included.
         classes: the number of classes. None: unknown, and a baseline that only guesses is not noticed.
     """
     rule = _rule(by, task)
@@ -121,7 +123,7 @@ def recommend(
     if not measured:
         return Recommendation(name=None, rule=rule, rejected=rejected)
     candidates = [
-        _Candidate(row, pair, found, speeds[pair.id], _difference(found, by.confidence), task.metric.title)
+        _Candidate(row, pair, found, speeds[pair.id], differences[pair.id].at(by.confidence), task.metric.title)
         for row, pair, found in measured
     ]
     baseline, goal = candidates[0], _GOALS[by.objective]
@@ -158,13 +160,6 @@ def recommend(
         selection=_selection(len(candidates), tested, chosen, by),
         proof=_proof(tested, chosen),
     )
-
-
-def _difference(measured: Measured, confidence: float) -> PairedDifference:
-    """Return the pair's difference to the baseline on all images. It is 0 for the baseline itself."""
-    found = measured.accuracy.difference
-    gained, lost = (found.gained, found.lost) if found else (0, 0)
-    return paired_interval(gained, lost, measured.accuracy.images, confidence)
 
 
 def _is_baseline(candidate: _Candidate, baseline: _Candidate, by: Recommend) -> bool:
@@ -281,28 +276,28 @@ def _doubts(
     gain = 1 / ratio.value if by.objective == "size" else ratio.value
     # A pair that is only as good is no reason for more images.
     unproven = best if best is not chosen and ratio.value > 1 / LEVEL else None
-    remarks = _too_few(chosen.difference.n, len(tested), by)
+    remarks = _too_few(chosen.difference, len(tested), by)
     if unproven is not None:
         better = f"{_times(gain)} times the size" if by.objective == "size" else f"{_times(gain)} times as fast"
         remarks.append(f"Unproven best: {unproven.id} ({better}); {_unproven(unproven, tested, by)}.")
     return remarks, unproven.id if unproven else None
 
 
-def _too_few(images: int, tested: int, by: Recommend) -> list[str]:
+def _too_few(difference: PairedDifference, tested: int, by: Recommend) -> list[str]:
     """Say so if there are too few images to prove even pairs that always answer as the baseline does."""
     if not tested:
         return []
     confidence = 1 - 2 * first_level(tested, by.confidence)
-    needed = images_needed(by.max_drop, confidence)
-    if needed is not None and images >= needed:
+    needed = difference.images_needed(by.max_drop, confidence)
+    if needed is not None and difference.n >= needed:
         return []
     of = f" of any of {tested} pairs" if tested > 2 else ""
     would = f", {needed:,} would" if needed else ""
     fewer = ", measure fewer pairs" if tested > 2 else ""
     return [
-        f"{images:,} images cannot show a loss below {by.max_drop * 100:g} points{of}{would}: even an artifact that "
-        f"answers every one of them alike may lose {percent(smallest_loss(images, confidence))}. Evaluate on more "
-        f"images{fewer}, or allow a larger max_drop."
+        f"{difference.n:,} images cannot show a loss below {by.max_drop * 100:g} points{of}{would}: even an artifact "
+        f"that answers every one of them alike may lose {percent(difference.smallest_loss(confidence))}. Evaluate on "
+        f"more images{fewer}, or allow a larger max_drop."
     ]
 
 
@@ -327,7 +322,7 @@ def _guesses(baseline: _Candidate, task: Task, classes: int | None) -> list[str]
     """Say so if the baseline may be no better than guessing: then equal answers are no merit."""
     accuracy = baseline.measured.accuracy
     chance = None if classes is None else task.chance(classes)
-    if chance is None or task.interval(accuracy.score, accuracy.images)[0] > chance:
+    if chance is None or accuracy.interval[0] > chance:
         return []
     return [
         f"The baseline's {task.metric.title} of {percent(accuracy.score)} % on {accuracy.images:,} images is not above "

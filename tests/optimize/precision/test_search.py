@@ -567,7 +567,9 @@ def chosen(*cases: Case, reference: float | None = None, **by: Any) -> Choice:
                     execution=Execution("e"),
                     measured=Measured(
                         **dict(taken.timed(case.id)),
-                        accuracy=Accuracy(scores={"top1": 0.9, "top5": 1.0}, images=IMAGES, answers="a"),
+                        accuracy=Accuracy(
+                            scores={"top1": 0.9, "top5": 1.0}, interval=(0.8, 1.0), images=IMAGES, answers="a"
+                        ),
                         footprint=Footprint(load_ms=1.0, memory_bytes=1),
                     ),
                 ),

@@ -35,7 +35,7 @@ from optimize.store.atomic_files import write_json
 from optimize.store.layer_effects import Effect
 from optimize.store.objects import Store
 from optimize.tasks.classification import CLASSIFICATION
-from tests.optimize.candidates import Case
+from tests.optimize.candidates import Case, differences
 from tests.optimize.synthetic import NO_GPU, RULE, SELECTION, body, ratio, synthetic, timed
 
 
@@ -469,7 +469,7 @@ def test_every_column_stands_on_the_page_and_in_a_terminal_that_is_wide_enough(t
 
 
 def test_whiskers_end_at_a_hundred_per_cent() -> None:
-    accuracy = {"top1": 0.998, "top5": 1.0, "images": 500, "answers": "a" * 64}
+    accuracy = {"top1": 0.998, "top5": 1.0, "interval": [0.99, 1.0], "images": 500, "answers": "a" * 64}
     difference = {"delta": 0.002, "low": -0.006, "high": 0.012, "gained": 1, "lost": 0}
     made = body()
     made["rows"][5]["pairs"][0]["measured"]["accuracy"] = accuracy | {"difference": difference}
@@ -623,7 +623,7 @@ def test_verdict_table_page_and_json_have_the_same_numbers_of_the_recommended_pa
         pair = pair.model_copy(update={"measured": pair.measured.model_copy(update={"accuracy": accuracy})})
         rows.append(made.model_copy(update={"pairs": (pair,), "operation": case.name}))
     speeds["openvino FP32"] = graph
-    chosen = recommend(rows, speeds, Recommend(), CLASSIFICATION)
+    chosen = recommend(rows, speeds, Recommend(), CLASSIFICATION, differences=differences(baseline, int8, other))
     reference = Reference(name="openvino FP32", measured=graph.against(graph, graph))
     results = {
         "rows": [row.to_json() for row in rows],

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from optimize.run.recommendation.non_inferiority import prove
-from optimize.statistics import PairedDifference, holm, loss_score, paired_interval
+from optimize.statistics import PairedDifference, ShareDifference, holm, loss_score, paired_interval
 
 LIMIT = 0.02
 #: Shares of the images that are gained and lost by a float graph, by an accurate integer one, and at the limit.
@@ -22,7 +22,7 @@ FLOAT, ACCURATE, AT_LIMIT = (0.001, 0.001), (0.01, 0.01), (0.01, 0.03)
 
 
 def difference(gained: int, lost: int, n: int) -> PairedDifference:
-    return PairedDifference((gained - lost) / n, math.nan, math.nan, gained, lost, n)
+    return ShareDifference((gained - lost) / n, math.nan, math.nan, gained, lost, n)
 
 
 def binomial(n: int, p: float) -> np.ndarray:

@@ -17,11 +17,11 @@ from optimize.run.image_halves import halves
 from optimize.run.recommendation.rule import Recommend
 from optimize.run.recommendation.selection import recommend
 from optimize.run.relative_speeds import turns
-from optimize.statistics import paired_difference, paired_interval
+from optimize.statistics import paired_difference, paired_interval, wilson_interval
 from optimize.tasks.classification import CLASSIFICATION
 from serve.runtime.card.execution import Execution
 from serve.runtime.errors import UserError
-from tests.optimize.candidates import Case
+from tests.optimize.candidates import Case, differences
 
 
 def choose(*cases: Case, yardstick: str = "", **rule: Any) -> Recommendation:
@@ -32,7 +32,7 @@ def choose(*cases: Case, yardstick: str = "", **rule: Any) -> Recommendation:
     for made in (case.row(measure) for case in cases):
         known = rows.get(made.name)
         rows[made.name] = made.model_copy(update={"pairs": (*known.pairs, *made.pairs)}) if known else made
-    return recommend(list(rows.values()), speeds, Recommend(**rule), CLASSIFICATION)
+    return recommend(list(rows.values()), speeds, Recommend(**rule), CLASSIFICATION, differences=differences(*cases))
 
 
 def row(name: str, ms: float | list[float], size: int, **more: Any) -> Case:
@@ -177,15 +177,17 @@ def test_a_baseline_that_knows_no_more_than_one_who_guesses_is_told(top1: float,
     made = case.row(case.speed())
     (pair,) = made.pairs
     assert pair.measured is not None
-    accuracy = pair.measured.accuracy.model_copy(update={"scores": {"top1": top1, "top5": 1.0}})
+    accuracy = pair.measured.accuracy.model_copy(
+        update={"scores": {"top1": top1, "top5": 1.0}, "interval": wilson_interval(top1, 359)}
+    )
     measured = pair.measured.model_copy(update={"accuracy": accuracy})
     rows = [made.model_copy(update={"pairs": (pair.model_copy(update={"measured": measured}),)})]
-    found = recommend(rows, {case.id: case.speed()}, Recommend(), CLASSIFICATION, classes=10)
+    given = rows, {case.id: case.speed()}, Recommend(), CLASSIFICATION
+    found = recommend(*given, differences=differences(case), classes=10)
     told = f"The baseline's top-1 of {100 * top1:.2f} % on 359 images is not above what guessing among 10 classes gives"
     assert any(remark.startswith(told) for remark in found.remarks) == guesses
-    assert not any(
-        "guessing" in remark for remark in recommend(rows, {case.id: case.speed()}, Recommend(), CLASSIFICATION).remarks
-    )
+    unknown = recommend(*given, differences=differences(case))
+    assert not any("guessing" in remark for remark in unknown.remarks)
 
 
 def test_what_was_not_measured_is_rejected_for_its_own_reason() -> None:
@@ -361,7 +363,7 @@ def referenced(*cases: Case, references: dict[str, float], operation: str = "pas
     speeds |= {name: Speed({1: [[ms]] * 7, 8: [[8 * ms]] * 7}) for name, ms in references.items()}
     rows = [case.row(first).model_copy(update={"operation": operation}) for case in cases]
     rows[0] = rows[0].model_copy(update={"operation": "baseline"})
-    return recommend(rows, speeds, Recommend(**rule), CLASSIFICATION)
+    return recommend(rows, speeds, Recommend(**rule), CLASSIFICATION, differences=differences(*cases))
 
 
 def test_a_float_graph_that_is_faster_and_no_candidate_is_named_with_the_stage_to_add_and_what_it_wins() -> None:
@@ -388,6 +390,7 @@ def test_where_the_network_is_folded_the_stage_follows_that_and_one_that_is_ther
     cases = row("baseline", 40, 100), row("fuse", 20, 30)
     rows = [case.row(cases[0].speed()) for case in cases]
     speeds = {case.id: case.speed() for case in cases} | {"openvino FP32": Speed({1: [[1.0]] * 7})}
+    given, found = (speeds, Recommend(), CLASSIFICATION), differences(*cases)
 
     def said(operation: str, skipped: bool = False) -> list[str]:
         second = rows[1].model_copy(update={"operation": operation, "parent": "baseline"})
@@ -401,13 +404,11 @@ def test_where_the_network_is_folded_the_stage_follows_that_and_one_that_is_ther
             )
             return [
                 each
-                for each in recommend([rows[0], second, third], speeds, Recommend(), CLASSIFICATION).remarks
+                for each in recommend([rows[0], second, third], *given, differences=found).remarks
                 if "onnx" in each
             ]
         return [
-            each
-            for each in recommend([rows[0], second], speeds, Recommend(), CLASSIFICATION).remarks
-            if "float graph" in each
+            each for each in recommend([rows[0], second], *given, differences=found).remarks if "float graph" in each
         ]
 
     assert "`from: fuse`" in said("fuse")[0]

@@ -51,15 +51,21 @@ def test_evidence_of_parts_is_that_of_the_whole() -> None:
 
 
 def test_a_report_keeps_the_order_of_a_tasks_scores() -> None:
-    made = Accuracy(scores={"zeta": 0.25, "alpha": 0.5}, images=4, answers="a")
+    made = Accuracy(scores={"zeta": 0.25, "alpha": 0.5}, interval=(0.0, 1.0), images=4, answers="a")
     body = made.to_json()
-    assert list(body) == ["zeta", "alpha", "images", "left_out", "answers", "difference"]
+    assert list(body) == ["zeta", "alpha", "interval", "images", "left_out", "answers", "difference"]
     read = Accuracy.from_json(body)
     assert read == made
     assert read.score == 0.25
 
 
-@pytest.mark.parametrize("body", [{"images": 4, "answers": "a"}, {"top1": "much", "images": 4, "answers": "a"}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"interval": [0, 1], "images": 4, "answers": "a"},
+        {"top1": "much", "interval": [0, 1], "images": 4, "answers": "a"},
+    ],
+)
 def test_a_report_without_scores_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="scores"):
         Accuracy.from_json(body)
