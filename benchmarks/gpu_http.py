@@ -19,6 +19,7 @@ import torch
 from serve.load.generator_process import measure
 from serve.load.plan import Plan, Target
 from serve.load.workload import Item, Workload
+from serve.runtime.card.card import read_card
 from serve.runtime.card.serving import read_serving
 from serve.runtime.errors import PipelineError
 
@@ -52,7 +53,7 @@ def ask_over_http(where: str, folder: Path, device: torch.device, processes: int
 
     if device.index:
         raise PipelineError(f"servers take the first GPU, not {device}: set CUDA_VISIBLE_DEVICES")
-    told = read_serving(folder)
+    told, task = read_serving(folder), read_card(folder).task
     assert told is not None
     with tempfile.TemporaryDirectory(prefix="bench-gpu-http-") as scratch:
         archive = pack(folder, told, Path(scratch), "measured")
@@ -62,7 +63,7 @@ def ask_over_http(where: str, folder: Path, device: torch.device, processes: int
 
             def ask(files: Sequence[bytes], clients: int, seconds: float) -> dict[str, Any]:
                 items = tuple(Item(str(number), data, "image/jpeg") for number, data in enumerate(files))
-                workload = Workload(items).save(Path(scratch) / f"workload-{clients}")
+                workload = Workload(items, task).save(Path(scratch) / f"workload-{clients}")
                 plan = Plan(live.target, clients, seconds=seconds, warm_s=seconds / 4, timeout_s=_TIMEOUT_S)
                 found = measure(plan, workload)
                 if bad := found.bad + found.counts.get("rejected", 0):

@@ -167,13 +167,15 @@ class _InProcess:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._task = service.predictor.task
 
     def _submit(self, data: bytes, done: Callable[[int, bytes], None]) -> None:
-        request = parse({"body": data}, says_json=False, request_type="image/jpeg", default_k=_TOP, instance_limit=64)
+        parameters = {"body": data, "k": str(_TOP)}
+        request = parse(parameters, self._task, self._service.serving, says_json=False, request_type="image/jpeg")
 
         def answered(future: Future[Answered]) -> None:
             try:
-                done(*answer(request, future.result().outcomes))
+                done(*answer(self._task, request, future.result().outcomes))
             except Exception as error:  # noqa: BLE001 - nobody else would hear of it
                 done(500, str(error).encode())
 

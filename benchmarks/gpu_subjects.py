@@ -92,6 +92,7 @@ class Subject:
         card = Card(
             name=f"{self.name}-{precision}",
             model=self.name,
+            task="classification",
             format=kind,
             file=file,
             precision=precision,

@@ -78,9 +78,8 @@ def workloads(artifact: Path, serving: Serving, photos: Path | None, large: int)
         LARGE: [(f"large-{seed}", make_picture(seed, _LARGE_SIZE)) for seed in range(large)],
     }
     predictor = reference_answers.opened(artifact, serving)
-    tolerance = reference_answers.tolerance(serving.executions)
     return {
-        name: Workload(reference_answers.items(predictor, images), tolerance)
+        name: reference_answers.workload(predictor, reference_answers.items(predictor, images), serving)
         for name, images in pictures.items()
         if images
     }
@@ -103,14 +102,15 @@ class Agreement:
 
 def agreement(one: Sequence[Item], other: Sequence[Item]) -> Agreement:
     """Compare the known answers to the same images; refusals have none."""
-    pairs = [
-        (mine.known[0].probabilities, theirs.known[0].probabilities) for mine, theirs in zip(one, other, strict=True)
-    ]
+    pairs = [(mine.known[0].answer, theirs.known[0].answer) for mine, theirs in zip(one, other, strict=True)]
     answered = [(mine, theirs) for mine, theirs in pairs if mine and theirs]
+    tables = [
+        [{entry["index"]: entry["probability"] for entry in answer} for answer in answers] for answers in answered
+    ]
     return Agreement(
         len(answered),
-        sum(mine.index(max(mine)) == theirs.index(max(theirs)) for mine, theirs in answered),
-        max((abs(a - b) for mine, theirs in answered for a, b in zip(mine, theirs, strict=True)), default=0.0),
+        sum(mine[0]["index"] == theirs[0]["index"] for mine, theirs in answered),
+        max((abs(mine[index] - theirs[index]) for mine, theirs in tables for index in mine), default=0.0),
     )
 
 
@@ -138,7 +138,7 @@ def reduced(
     agreed = agreement(
         [*sent[LARGE].items, *reference_answers.items(whole, others)], [*mine, *reference_answers.items(scaled, others)]
     )
-    return Workload(mine, sent[LARGE].tolerance), agreed
+    return dataclasses.replace(sent[LARGE], items=mine), agreed
 
 
 def measure(

@@ -18,18 +18,20 @@ from typing import Any
 from serve.load.answer_check import GOOD, Checker
 from serve.load.histogram import Histogram
 from serve.load.workload import Item, Workload
+from serve.runtime.card.serving import Serving
 from serve.runtime.service.execution_chain import open_served
 from serve.runtime.service.pending_request import Answered
 from serve.runtime.service.protocol import Request, answer, parse
 from serve.runtime.service.service import open_service
+from serve.runtime.tasks.base import Task
 
 
 class _Tally:
     """What came back. ``take`` may be called by several threads."""
 
-    def __init__(self, tolerance: float) -> None:
+    def __init__(self, workload: Workload) -> None:
         self.lock = threading.Lock()
-        self.checker = Checker(tolerance)
+        self.checker = Checker(workload.task, workload.tolerance)
         self.latency, self.stages, self.bad, self.until = Histogram(), dict[str, float](), 0, 0.0
         self.faults: list[str] = []
 
@@ -57,22 +59,22 @@ class _Tally:
         }
 
 
-def _request(item: Item) -> Request:
-    parameters = {"body": item.body}
-    return parse(parameters, says_json=False, request_type=item.content_type, default_k=5, instance_limit=64)
+def _request(item: Item, task: Task, serving: Serving) -> Request:
+    return parse({"body": item.body}, task, serving, says_json=False, request_type=item.content_type)
 
 
 def _serial(folder: Path) -> Callable[[list[Item], int, float, _Tally], None]:
-    predictor, _ = open_served(folder, None)
+    predictor, serving = open_served(folder, None)
+    task = predictor.task
 
     def run(items: list[Item], clients: int, until: float, tally: _Tally) -> None:
         number = 0
         while (begun := time.perf_counter()) < until:
             item = items[number % len(items)]
             number += 1
-            request = _request(item)
+            request = _request(item, task, serving)
             images = [image for image in request.images if isinstance(image, bytes)]
-            status, body = answer(request, predictor.predict(images, request.k))
+            status, body = answer(task, request, predictor.predict(images, request.options))
             tally.take(item, begun, status, body, {})
 
     return run
@@ -80,16 +82,17 @@ def _serial(folder: Path) -> Callable[[list[Item], int, float, _Tally], None]:
 
 def _pipelined(folder: Path) -> Callable[[list[Item], int, float, _Tally], None]:
     service = open_service(folder, None)
+    task = service.predictor.task
 
     def run(items: list[Item], clients: int, until: float, tally: _Tally) -> None:
         free = threading.Semaphore(clients)
 
         def send(item: Item) -> None:
-            begun, request = time.perf_counter(), _request(item)
+            begun, request = time.perf_counter(), _request(item, task, service.serving)
 
             def done(future: Future[Answered]) -> None:
                 found = future.result()
-                status, body = answer(request, found.outcomes)
+                status, body = answer(task, request, found.outcomes)
                 tally.take(item, begun, status, body, vars(found.stages))
                 free.release()
 
@@ -118,9 +121,9 @@ def main() -> int:
         job = json.loads(line)
         workload = workloads.setdefault(job["workload"], Workload.load(Path(job["workload"])))
         items = list(workload.items)
-        warm = _Tally(workload.tolerance)
+        warm = _Tally(workload)
         run(items, job["clients"], time.perf_counter() + job["warm_s"], warm)
-        tally = _Tally(workload.tolerance)
+        tally = _Tally(workload)
         cpu, begun = time.process_time(), time.perf_counter()
         tally.until = begun + job["seconds"]
         run(items, job["clients"], tally.until, tally)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -232,7 +232,9 @@ class Stage:
         return self._folders(
             "echo",
             {
-                name: Workload(tuple(Item(item.name, item.body, item.content_type, exact=b"[]") for item in one.items))
+                name: replace(
+                    one, items=tuple(Item(item.name, item.body, item.content_type, exact=b"[]") for item in one.items)
+                )
                 for name, one in self.workloads.items()
             },
         )
@@ -270,7 +272,11 @@ class Stage:
             folders = self._folders(
                 "stock",
                 {
-                    name: Workload(stock.stock_items(network, [(item.name, item.body) for item in one.items]), 0.02)
+                    name: replace(
+                        one,
+                        items=stock.stock_items(network, [(item.name, item.body) for item in one.items]),
+                        tolerance=0.02,
+                    )
                     for name, one in self.workloads.items()
                 },
             )

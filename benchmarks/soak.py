@@ -9,6 +9,7 @@ Needs a run, such as that of ``make bench-serve``.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from serve.common import layout
 from serve.load import reference_answers
 from serve.load.answer_check import VERDICTS
 from serve.load.synthetic_images import make_picture, make_pictures, read_pictures
-from serve.load.workload import Item, Workload, instances, tell_apart
+from serve.load.workload import Item, Workload, instances
 from serve.runs import stored_runs
 from serve.runtime.card.card import load_card
 from serve.runtime.card.serving import Serving
@@ -59,10 +60,9 @@ class Verdict:
 
 def workloads(predictor: Predictor, way: Serving, photos: Path | None) -> tuple[Workload, Workload]:
     """Good single images that answer differently from each other; and those with all else that is mixed in."""
-    tolerance = reference_answers.tolerance(way.executions)
     pictures = make_pictures(40) if photos is None else read_pictures(photos)
     good = reference_answers.items(predictor, pictures)
-    single = tell_apart(good, tolerance)
+    single = reference_answers.workload(predictor, good, way).told_apart()
     # What begins as JSON does is read as a request of instances.
     damaged = [(f"damaged-{seed}", mutated(seed)) for seed in range(_DAMAGED)]
     damaged = [(name, data) for name, data in damaged if data and not data[:64].lstrip().startswith(b"{")]
@@ -71,7 +71,7 @@ def workloads(predictor: Predictor, way: Serving, photos: Path | None) -> tuple[
     several = tuple(
         instances(f"several-{start}", (*good[start : start + 3], _bad(bad)), weight=0.3) for start in range(0, 12, 3)
     )
-    return Workload(single, tolerance), Workload((*good, *bad, *large, *several), tolerance)
+    return single, dataclasses.replace(single, items=(*good, *bad, *large, *several))
 
 
 def _bad(items: tuple[Item, ...]) -> Item:
@@ -82,7 +82,7 @@ def pace(predictor: Predictor, images: Sequence[bytes], seconds: float) -> float
     """Images a second that an artifact answers in process, one after another, for about so long."""
     began, done = time.perf_counter(), 0
     while (spent := time.perf_counter() - began) < seconds:
-        predictor.predict([images[done % len(images)]], 1)
+        predictor.predict([images[done % len(images)]])
         done += 1
     return done / spent
 

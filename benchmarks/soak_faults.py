@@ -9,12 +9,12 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from serve.load.answer_check import Checker
 from serve.load.plan import Target
-from serve.load.workload import Item, request_bytes
+from serve.load.workload import Item, Workload, request_bytes
 
 _TIMEOUT_S = 40.0
 #: Ends what became of a client while a worker was killed and another one started.
@@ -31,14 +31,14 @@ class Badly:
 
     Args:
         target: the server.
-        items: single images with known answers, which slow and half-closed clients must get.
-        tolerance: of those answers.
+        single: single images with known answers, which slow and half-closed clients must get.
     """
 
-    def __init__(self, target: Target, items: Sequence[Item], tolerance: float) -> None:
+    def __init__(self, target: Target, single: Workload) -> None:
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.faults: list[str] = []
-        self._target, self._items, self._checker = target, items, Checker(tolerance)
+        self._target, self._items = target, single.items
+        self._checker = Checker(single.task, single.tolerance)
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._random = random.Random(1)
         self._kill = threading.Event()

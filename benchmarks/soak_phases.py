@@ -257,7 +257,7 @@ class Phases:
         self._live, self._say, self._pace = live, say, pace
         self._photos = photos.save(scratch / "photos")
         self._mixed = mixed.save(scratch / "mixed")
-        self._badly = Badly(live.target, photos.items, photos.tolerance)
+        self._badly = Badly(live.target, photos)
         self.found = Soaked(kind)
 
     def run(self, times: Course) -> Soaked:

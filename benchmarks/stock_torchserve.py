@@ -85,7 +85,8 @@ def stock_items(network: torch.jit.ScriptModule, images: Sequence[tuple[str, byt
         if image.mode == "RGB":
             with torch.inference_mode():
                 (row,) = network(preprocess(image)[None]).softmax(1).tolist()
-            found.append(Item(name, data, "image/jpeg", (Known(tuple(row)),)))
+            answer = [{"index": index, "probability": value} for index, value in enumerate(row)]
+            found.append(Item(name, data, "image/jpeg", (Known(answer),)))
     return tuple(found)
 
 

@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 from PIL.Image import Image
 
@@ -23,10 +23,10 @@ from serve.runtime.card.budget import Budget
 from serve.runtime.card.card import read_card
 from serve.runtime.display import Described
 from serve.runtime.engines.base import preferred
-from serve.runtime.errors import ImageError, UserError
+from serve.runtime.errors import ImageError, Refusal, RequestError, UserError
 from serve.runtime.images.headers import faults_named
 from serve.runtime.images.image_preprocessing import is_deep, upright
-from serve.runtime.service.predictor import Label, Predictor
+from serve.runtime.service.predictor import Predictor
 
 #: An image that `Variant.predict` accepts: encoded bytes, a file, or an opened picture.
 Picture = bytes | str | Path | Image
@@ -66,24 +66,19 @@ class Variant(Described):
         with silenced():
             return _predictor(self.artifact.folder, str(self.session.context.device))
 
-    @overload
-    def predict(self, images: Picture, k: int = 5) -> list[Label]: ...  # type: ignore[overload-overlap]  # a str is a sequence
-
-    @overload
-    def predict(self, images: Sequence[Picture], k: int = 5) -> list[list[Label]]: ...
-
-    def predict(self, images: Picture | Sequence[Picture], k: int = 5) -> list[Label] | list[list[Label]]:
-        """Classify one image or several with the code of the server.
+    def predict(self, images: Picture | Sequence[Picture], **parameters: Any) -> Any:
+        """Answer one image or several with the code of the server.
 
         Args:
             images: encoded bytes, a file, an opened PIL image, or a list of these.
-            k: the number of classes to return, best first.
+            parameters: those of a request: for a classifier ``k``, the number of classes (default 5).
 
         Returns:
-            The classes of one image, or a list with the classes of each image.
+            The answer to one image, or a list with the answer to each image. A classifier's is a list of `Label`, best
+            first.
 
         Raises:
-            UserError: a file cannot be read, or a value is not an image. The message names it.
+            UserError: a file cannot be read, a value is not an image, or a parameter is wrong. The message names it.
             EngineError: the variant cannot run on the session's device.
         """
         single = isinstance(images, Picture)
@@ -92,8 +87,15 @@ class Variant(Described):
                 "images: must be encoded bytes, a file path, a PIL image, or a list of these, not "
                 f"{reprlib.repr(images)} ({type(images).__name__})"
             )
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise UserError(f"k: must be a whole number of at least 1 (it is {k!r})")
+        predictor = _opened(self)
+        task = predictor.task
+        if unknown := [name for name in parameters if name not in task.parameters]:
+            known = ", ".join(task.parameters) or "none"
+            raise UserError(f"{unknown[0]}: {task.name} has no such parameter (it has {known})")
+        try:
+            options = task.options(parameters)
+        except RequestError as error:
+            raise UserError(str(error)) from None
         pictures = [images] if isinstance(images, Picture) else list(images)
         encoded = []
         for number, picture in enumerate(pictures):
@@ -101,10 +103,10 @@ class Variant(Described):
                 encoded.append(_encoded(picture))
             except ImageError as error:
                 raise UserError(f"{_which(picture, number)}: {error}") from None
-        outcomes = _opened(self).predict(encoded, k)
+        outcomes = predictor.predict(encoded, options)
         answers = []
         for number, (picture, outcome) in enumerate(zip(pictures, outcomes, strict=True)):
-            if not isinstance(outcome, list):
+            if isinstance(outcome, Refusal):
                 raise UserError(f"{_which(picture, number)}: {outcome.message}")
             answers.append(outcome)
         return answers[0] if single else answers

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from optimize.tasks import base as scoring
+from serve.runtime.tasks import base as answering
 from tools.house import COMMON_NAMES, REGISTRIES, imported, modules
 
 ROOT = Path(__file__).parents[1]
@@ -91,7 +93,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "serve.export": (),
     "serve.asgi": ("http", "protocols", "process"),
     "serve.cli": (),
-    "serve.runtime": ("device", "card", "images", "model_files", "decoders", "engines", "service"),
+    "serve.runtime": ("device", "card", "images", "model_files", "decoders", "engines", "tasks", "service"),
 }
 
 #: The most Python files in one folder of these rooms, registries apart.
@@ -248,3 +250,26 @@ def test_tests_lie_in_folders_that_are_called_like_those_of_their_subjects(packa
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests" / package).rglob("test_*.py")}
     assert folders
     assert not [folder for folder in folders if not (ROOT / folder).is_dir() or folder == Path(package)]
+
+
+#: Who may name a task: its own files, and data formats, which say whose data they read.
+NAMING_TASKS = ("optimize/tasks/", "serve/runtime/tasks/", "optimize/data/formats/", "optimize/data/from_python.py")
+
+
+def test_nothing_names_a_task_but_the_tasks_and_the_data() -> None:
+    names = set(answering.tasks()) | set(scoring.tasks())
+    assert "classification" in names
+    # An extension of the Open Inference Protocol, which is refused, has that name too.
+    found = {("serve/asgi/protocols/oip_rest.py", "classification")}
+    for module in MODULES:
+        place = PATHS[module].relative_to(ROOT).as_posix()
+        if place.startswith(NAMING_TASKS):
+            continue
+        words = ast.walk(ast.parse(PATHS[module].read_text(encoding="utf-8")))
+        found |= {(place, str(node.value)) for node in words if isinstance(node, ast.Constant) and node.value in names}
+        found |= {
+            (place, name)
+            for name in imports(module)
+            if name.startswith(("optimize.tasks.", "serve.runtime.tasks.")) and not name.endswith(".base")
+        }
+    assert found == {("serve/asgi/protocols/oip_rest.py", "classification")}

@@ -1,4 +1,4 @@
-"""A pass and an engine from outside, each in one file: the very ones that CONTRIBUTING.md shows."""
+"""A pass, an engine and a task from outside, each in one file: the very ones that CONTRIBUTING.md shows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 
 from tests.optimize.runs_fixtures import LEAN, ONE_THREAD, UNCOMPILED
@@ -101,8 +102,9 @@ folder = Path(sys.argv[1])
 folder.mkdir()
 (folder / "model.txt").write_text("0.5 2.5 1.5")
 files = {"model.txt": sha256_file(folder / "model.txt")}
-card = Card(name="echo", model="echo", format="echo", file="model.txt", precision="float32", input_dtype="float32",
-            device="any", preprocessing=Preprocessing(8, (8, 8)), classes=("a", "b", "c"), files=files)
+card = Card(name="echo", model="echo", task="classification", format="echo", file="model.txt", precision="float32",
+            input_dtype="float32", device="any", preprocessing=Preprocessing(8, (8, 8)), classes=("a", "b", "c"),
+            files=files)
 write_card(folder, card)
 build_archive(folder, folder.parent / "echo.mar", model_name="echo")
 print(json.dumps(versions()))
@@ -149,6 +151,78 @@ def test_a_format_that_no_engine_opens_is_named_with_those_that_are_opened(tmp_p
         "no installed engine opens 'echo' files; there are engines for exported_program, onnx, openvino, torchscript"
         in complaint
     )
+
+
+LEVEL_ARCHIVE = """
+import sys
+from pathlib import Path
+import torch
+from serve.runtime.card.card import Card, Preprocessing, sha256_file, write_card
+from serve.runtime.card.known_answer import KnownAnswer
+from serve.runtime.service.predictor import Predictor
+from serve.torchserve.archive_builder import build_archive
+
+class Mean(torch.nn.Module):
+    def forward(self, x):
+        return x.mean((1, 2, 3))[:, None]
+
+folder = Path(sys.argv[1])
+folder.mkdir()
+torch.jit.trace(Mean(), torch.zeros(1, 3, 8, 8)).save(str(folder / "model.pt"))
+files = {"model.pt": sha256_file(folder / "model.pt")}
+plain = Preprocessing(8, (8, 8), (0.0,) * 3, (1.0,) * 3)
+write_card(folder, Card(name="mean", model="mean", task="level", format="torchscript", file="model.pt",
+                        precision="float32", input_dtype="float32", device="any", preprocessing=plain, classes=(),
+                        files=files))
+predictor = Predictor(folder)
+image = Path(sys.argv[2]).read_bytes()
+(level,) = predictor.predict([image])
+known = KnownAnswer(image, "level", predictor.execution_name, {"level": level})
+(folder / "known.json").write_text(known.text)
+build_archive(folder, folder.parent / "mean.mar", model_name="mean")
+"""
+
+SERVE_UNPACKED = """
+import sys
+sys.path[:0] = [sys.argv[1]]
+from pathlib import Path
+from serve.runtime.card.known_answer import read_known
+from serve.runtime.service.protocol import answer, parse
+from serve.runtime.service.self_check import check_known
+from serve.runtime.service.service import open_service
+import serve
+assert serve.__file__.startswith(sys.argv[1]), serve.__file__
+folder = Path(sys.argv[1])
+with open_service(folder, None) as service:
+    print(check_known(service, read_known(folder), folder))
+    task = service.predictor.task
+    request = parse({"body": Path(sys.argv[2]).read_bytes()}, task, service.serving, says_json=False, request_type="")
+    status, body = answer(task, request, service.submit(request).result(60).outcomes)
+    print(status, body.decode())
+"""
+
+
+def test_a_foreign_task_travels_in_the_archives_of_its_networks(tmp_path: Path, programs: Programs) -> None:
+    there = install(tmp_path, "level_task", "serve.tasks", code_of("How to add a task"))
+    Image.new("RGB", (9, 12), (51, 102, 153)).save(tmp_path / "image.png")
+    said(programs.run("-c", LEVEL_ARCHIVE, tmp_path / "artifact", tmp_path / "image.png", environment=there))
+    with zipfile.ZipFile(tmp_path / "mean.mar") as archive:
+        packed = [name for name in archive.namelist() if name.startswith("serve/runtime/tasks/")]
+        archive.extractall(tmp_path / "unpacked")
+    assert sorted(packed) == [f"serve/runtime/tasks/{name}.py" for name in ("__init__", "base", "level_task")]
+    elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = ("-c", SERVE_UNPACKED, tmp_path / "unpacked", tmp_path / "image.png")
+    checked, answered = run(elsewhere, *words, cwd=tmp_path / "unpacked").splitlines()[:2]
+    assert checked == "the answer to the known image is that of torchscript"
+    status, body = answered.split(maxsplit=1)
+    assert (status, json.loads(body)) == ("200", {"level": pytest.approx(0.4, abs=1e-6)})
+
+
+def test_a_task_that_is_not_there_is_named_with_those_that_are(tmp_path: Path, programs: Programs) -> None:
+    Image.new("RGB", (9, 12)).save(tmp_path / "image.png")
+    complaint = said(programs.run("-c", LEVEL_ARCHIVE, tmp_path / "artifact", tmp_path / "image.png"), 1)
+    assert "unknown task 'level'; known: " in complaint.splitlines()[-1]
+    assert "classification" in complaint.splitlines()[-1]
 
 
 def test_a_foreign_export_target_is_found(tmp_path: Path, programs: Programs) -> None:

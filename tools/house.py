@@ -31,6 +31,8 @@ REGISTRIES = (
     "serve/export",
     "serve/runtime/decoders",
     "serve/runtime/engines",
+    "serve/runtime/tasks",
+    "optimize/tasks",
 )
 
 #: Names that may come as often as they like.

@@ -104,7 +104,6 @@ def certify(  # noqa: PLR0917 - each is an option of the command line
             asked = " and ".join(f"--{option}" for option in named)
             raise UserError(f"{asked}: only single layers can run on images of your choice; add --layers")
         from optimize.report.certification_table import print_engines, print_parity
-        from optimize.report.finished_runs import report_of
         from optimize.run.certification.subject import subject
         from optimize.tasks.base import find_task
 
@@ -130,6 +129,6 @@ def certify(  # noqa: PLR0917 - each is an option of the command line
             sys.stdout.write(dumps(document, indent=2) + "\n")
         else:
             print_engines(found)
-            print_parity(name, parity, find_task(report_of(store, certified.run).task))
+            print_parity(name, parity, find_task(certified.card.task))
         if not all(engine.sound for engine in found) or (layers and not any(engine.layers for engine in found)):
             raise typer.Exit(1)

@@ -228,6 +228,7 @@ class Race:
             Card(
                 name=name,
                 model="pruning",
+                task=self._context.task.name,
                 format=kind,
                 file=file,
                 precision="float32",

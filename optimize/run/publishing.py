@@ -27,6 +27,8 @@ from serve.runtime.card.execution import Execution
 from serve.runtime.card.known_answer import KNOWN_FILE, KnownAnswer
 from serve.runtime.card.serving import SERVING_FILE, Serving
 from serve.runtime.engines.base import chain_for, execution_id
+from serve.runtime.outputs import Outputs
+from serve.runtime.tasks.base import open_task
 from serve.torchserve import server
 from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
@@ -60,7 +62,7 @@ def publish(
     options: ServingOptions,
     machine: Machine,
     sample: bytes,
-    first: Mapping[str, Sequence[float]],
+    first: Mapping[str, Outputs],
     task: Task,
 ) -> Published:
     """Write ``artifacts/``, ``archives/`` and ``sample.<ext>`` of a run, and remove what an earlier run left there.
@@ -78,7 +80,7 @@ def publish(
         options: settings of serving that differ from the defaults.
         machine: the machine of the measurements.
         sample: an encoded image to try the endpoint with: the first readable one of the validation split.
-        first: answers of measured pairs to the first image of the validation split, logits by id.
+        first: outputs of measured pairs for the first image of the validation split, by id.
         task: what the network is for.
     """
     keys: set[str] = set()
@@ -96,8 +98,8 @@ def publish(
         executions = preferred_executions(row, card, recommended)
         serving = options.over(Serving(executions, evidence=evidence_of(row, task)), card)
         beside = {SERVING_FILE: serving.text}
-        if (known := known_answer(row, recommended, first, sample)) is not None:
-            beside[KNOWN_FILE] = dataclasses.replace(known, probabilities=card.probabilities).text
+        if (known := known_answer(row, card, recommended, first, sample)) is not None:
+            beside[KNOWN_FILE] = known.text
         _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()}, beside)
         path = layout.archive_path(folder.parent, folder.name, artifact.name)
         key, digest = _publish_archive(store, target, card, beside, path)
@@ -139,12 +141,13 @@ def measured_pairs(row: Row, recommended: str | None = None) -> list[tuple[Pair,
 
 
 def known_answer(
-    row: Row, recommended: str | None, first: Mapping[str, Sequence[float]], sample: bytes
+    row: Row, card: Card, recommended: str | None, first: Mapping[str, Outputs], sample: bytes
 ) -> KnownAnswer | None:
     """Return the answer of an artifact's best pair to the run's sample image, from the accuracy measurement.
 
     Args:
         row: the artifact's row.
+        card: its card.
         recommended: see `measured_pairs`.
         first: see `publish`.
         sample: see `publish`.
@@ -155,7 +158,8 @@ def known_answer(
     """
     for pair, _ in measured_pairs(row, recommended):
         if pair.id in first:
-            return KnownAnswer(sample, tuple(round(logit, 6) for logit in first[pair.id]), execution_id(pair.execution))
+            facts = open_task(card).known(first[pair.id])
+            return KnownAnswer(sample, card.task, execution_id(pair.execution), facts)
     return None
 
 

@@ -30,6 +30,7 @@ from optimize.tasks.base import Evidence, Task
 from serve.common.config import Config
 from serve.runtime.card.execution import Execution
 from serve.runtime.errors import EngineError, PipelineError, UserError, message_of
+from serve.runtime.outputs import Outputs
 
 _T = TypeVar("_T")
 
@@ -45,7 +46,8 @@ class Measurements:
         measurement: how the speeds were measured.
         turns: every time by pair's id or reference's name, without skipped ones.
         evidence: what the task keeps of each image's answer, by measured pair's id.
-        first: the first output of the first image, by measured pair's id, without pairs that could not read it.
+        first: the outputs for the first image, ``(1, …)`` each, by measured pair's id. Pairs that could not read it are
+            left out.
         keys: keys of the stored objects with these measurements.
     """
 
@@ -55,7 +57,7 @@ class Measurements:
     measurement: Measurement
     turns: Turns
     evidence: Mapping[str, Evidence]
-    first: Mapping[str, Sequence[float]]
+    first: Mapping[str, Outputs]
     keys: frozenset[str]
 
     def differences(self, task: Task) -> dict[str, PairedDifference]:
@@ -146,7 +148,7 @@ def measure(
         turns=every.turns,
         evidence={pair.id: answers[pair.id].value.evidence for pair in remaining()},
         first={
-            pair.id: answers[pair.id].value.outputs[0][0].tolist()
+            pair.id: tuple(output[:1] for output in answers[pair.id].value.outputs)
             for pair in remaining()
             if 0 not in answers[pair.id].value.left_out and len(answers[pair.id].value.outputs[0])
         },

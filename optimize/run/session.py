@@ -360,6 +360,7 @@ class Session(Described):
         return Card(
             name=planned.name,
             model=self.source.name,
+            task=data.task,
             format=product.format,
             file=product.file,
             precision=product.precision,

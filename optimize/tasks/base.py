@@ -145,6 +145,11 @@ def register(task: Task) -> Task:
     return _REGISTRY.register(task, defined_at(type(task)))
 
 
+def tasks() -> dict[str, Task]:
+    """Return all tasks by name."""
+    return _REGISTRY.all()
+
+
 def find_task(name: str) -> Task:
     """Return the task called ``name``.
 

@@ -12,6 +12,7 @@ from serve.cli.shared_arguments import Store, the_running
 from serve.common.command_line import reported
 from serve.common.hints import DEFAULT_STORE
 from serve.runtime.errors import UserError
+from serve.runtime.tasks.base import find_task
 
 
 def predict(
@@ -25,7 +26,7 @@ def predict(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer of the server as JSON.")] = False,
 ) -> None:
-    """Send IMAGE to the running server and print its best classes, best first."""
+    """Send IMAGE to the running server and print its answer: of a classifier the best classes, best first."""
     with reported():
         try:
             data = image.read_bytes()
@@ -34,9 +35,10 @@ def predict(
         running = the_running(store)
         name = running.model(model or running.default_model).name
         with running.client(store) as client:
-            answer = client.predict(name, data, k=k)
+            task = find_task(client.describe(name)["task"])
+            answer = client.predict(name, data, headers=task.to_headers({} if k is None else {"k": k}))
         if as_json:
             typer.echo(json.dumps(answer))
             return
-        for entry in answer:
-            typer.echo(f"{entry['probability']:.4f}  {entry['index']:4d}  {entry['label']}")
+        for line in task.lines(answer):
+            typer.echo(line)

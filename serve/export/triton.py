@@ -17,6 +17,7 @@ from serve.runtime.card.card import LETTERBOX, LETTERBOX_GREY, Preprocessing
 from serve.runtime.card.serving import Serving, read_serving
 from serve.runtime.engines.base import chain_for, engines_for
 from serve.runtime.errors import UserError
+from serve.runtime.tasks.base import open_task
 
 _TYPES = {"uint8": "TYPE_UINT8", "float32": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16"}
 #: ONNX's own numbers for them (TensorProto.DataType).
@@ -61,8 +62,8 @@ def config(subject: Subject, graph: Path, serving: Serving) -> Mapping[str, Any]
     model = onnx.load(graph, load_external_data=False).graph
     weights = {entry.name for entry in model.initializer}
     inputs = [entry for entry in model.input if entry.name not in weights]
-    if len(inputs) != 1 or len(model.output) != 1:
-        raise UserError(f"{graph}: has {len(inputs)} inputs and {len(model.output)} outputs; it must have one of each")
+    if len(inputs) != 1:
+        raise UserError(f"{graph}: has {len(inputs)} inputs; it must have one")
     if not inputs[0].type.tensor_type.shape.dim[0].dim_param:
         raise UserError(f"{graph}: takes batches of one size only, but Triton needs any size")
     # Triton refuses a preferred size above the largest batch.
@@ -77,12 +78,15 @@ def config(subject: Subject, graph: Path, serving: Serving) -> Mapping[str, Any]
             "data_type": Word(_TYPES[subject.card.input_dtype]),
             "dims": list(subject.card.preprocessing.shape),
         },
-        "output": {
-            "name": model.output[0].name,
-            "data_type": Word(_ONNX_TYPES[model.output[0].type.tensor_type.elem_type]),
-            "dims": len(subject.card.classes),
-            "label_filename": "labels.txt",
-        },
+        "output": [
+            {
+                "name": output.name,
+                "data_type": Word(_ONNX_TYPES[output.type.tensor_type.elem_type]),
+                "dims": [side.dim_value or -1 for side in output.type.tensor_type.shape.dim[1:]],
+                **({} if number else {"label_filename": "labels.txt"}),
+            }
+            for number, output in enumerate(model.output)
+        ],
         "instance_group": {"count": 1, "kind": Word("KIND_GPU" if gpus else "KIND_CPU")},
         "dynamic_batching": {
             **({"preferred_batch_size": buckets} if buckets else {}),
@@ -120,8 +124,7 @@ def readme(subject: Subject) -> str:
         "",
         *(f"{number}. {step}" for number, step in enumerate(steps, 1)),
         "",
-        f"The answer has a logit for each class in the order of `labels.txt`; {subject.card.probabilities} gives "
-        "probabilities. Unlike",
+        f"The answer has {open_task(subject.card).reading}. Unlike",
         "the project's own servers, Triton does not limit pixels, decoding time or file sizes: limit them before.",
         "",
     ]

@@ -6,6 +6,7 @@ import json
 from typing import Any, Literal
 
 from serve.load.workload import Item, Known
+from serve.runtime.tasks.base import find_task
 
 #: The result of a request. ``answered`` and ``refused``: as known. ``wrong``: differs from the known answer.
 #: ``rejected``: the server was full (429, 503). ``failed``: another 5xx. ``lost``: no answer arrived.
@@ -18,9 +19,15 @@ _REMEMBERED = 256  # answers of one item; batch sizes round differently, so ther
 
 
 class Checker:
-    """Compares answers with known ones. Use it in one thread."""
+    """Compares answers with known ones. Use it in one thread.
 
-    def __init__(self, tolerance: float) -> None:
+    Args:
+        task: name of the task whose answers they are.
+        tolerance: see `Task.fault`.
+    """
+
+    def __init__(self, task: str, tolerance: float) -> None:
+        self._task = find_task(task)
         self._tolerance = tolerance
         self._seen: dict[str, dict[tuple[int, bytes], tuple[Verdict, str]]] = {}
 
@@ -45,7 +52,7 @@ class Checker:
             )
         try:
             fault = self._fault(item, json.loads(body, parse_constant=_refuse_constant))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             fault = f"{type(error).__name__}: {error} in {body[:160]!r}"
         if fault:
             return "wrong", fault
@@ -66,24 +73,7 @@ class Checker:
     def _compare(self, known: Known, answer: Any) -> str:
         if known.status != 200:
             return "" if isinstance(answer["error"], str) else "its error is not a string"
-        # TorchServe's own handlers answer {"class": probability}.
-        pairs = (
-            [(int(index), value) for index, value in answer.items()]
-            if isinstance(answer, dict)
-            else [(entry["index"], entry["probability"]) for entry in answer]
-        )
-        if not pairs:
-            return "no classes"
-        for index, value in pairs:
-            if not abs(value - known.probabilities[index]) <= self._tolerance:
-                return f"class {index} has {value:.4f} instead of {known.probabilities[index]:.4f}"
-        values = [value for _, value in pairs]
-        best = sorted(known.probabilities, reverse=True)[: len(pairs)]
-        if any(abs(mine - theirs) > self._tolerance for mine, theirs in zip(values, best, strict=True)):
-            return f"its classes are not the most probable ones: {pairs}"
-        if len({index for index, _ in pairs}) != len(pairs):
-            return f"a class is listed twice: {pairs}"
-        return ""
+        return self._task.fault(known.answer, answer, self._tolerance)
 
 
 def _status(item: Item) -> int:

@@ -37,7 +37,7 @@ class _Sent:
 class _Run:
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self._plan = plan
-        self._checker = Checker(workload.tolerance)
+        self._checker = Checker(workload.task, workload.tolerance)
         # Two generators: the next item is drawn when it is sent, which must not change when others are due.
         self._gaps, self._order = random.Random(plan.seed), random.Random(f"order {plan.seed}")
         self._items = list(workload.items)

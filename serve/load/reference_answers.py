@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from serve.load.workload import Item, Known
+from serve.load.workload import Item, Known, Workload
 from serve.runtime.card.execution import Execution
 from serve.runtime.card.serving import Serving
 from serve.runtime.errors import EngineError, Refusal
@@ -32,16 +33,14 @@ def opened(folder: Path, serving: Serving) -> Predictor:
 
 
 def known_answers(predictor: Predictor, images: Iterable[bytes]) -> list[Known]:
-    """Return the answer for each image alone: every class's probability, or the refusal's status."""
-    classes = len(predictor.card.classes)
+    """Return the whole answer for each image alone, or the refusal's status."""
+    task = predictor.task
+    options = task.options(task.complete)
     found = []
     for image in images:
-        (outcome,) = predictor.predict([image], classes)
-        if isinstance(outcome, Refusal):
-            found.append(Known(status=outcome.status))
-        else:
-            by_index = {label.index: label.probability for label in outcome}
-            found.append(Known(tuple(by_index[index] for index in range(classes))))
+        (outcome,) = predictor.predict([image], options)
+        refused = isinstance(outcome, Refusal)
+        found.append(Known(status=outcome.status) if refused else Known(json.loads(task.json(outcome))))
     return found
 
 
@@ -52,6 +51,11 @@ def items(predictor: Predictor, images: Sequence[tuple[str, bytes]], weight: flo
         Item(name, image, _content_type(image), (answer,), weight=weight)
         for (name, image), answer in zip(images, known, strict=True)
     )
+
+
+def workload(predictor: Predictor, sent: Sequence[Item], serving: Serving) -> Workload:
+    """Return requests as a workload for an artifact that is served so."""
+    return Workload(tuple(sent), predictor.task.name, tolerance(serving.executions))
 
 
 def tolerance(executions: Sequence[Execution]) -> float:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from serve.runtime.tasks.base import find_task
 
 _FILE = "workload.json"
 
 
 @dataclass(frozen=True)
 class Known:
-    """The known answer for one image: probabilities of its classes, or the status of its refusal.
+    """The known answer for one image, or the status of its refusal.
 
     Attributes:
-        probabilities: of all classes, by index. Empty for a refusal.
+        answer: the parsed JSON of the whole answer; see `Task.complete`. None for a refusal.
         status: 200, or the refusal's.
     """
 
-    probabilities: tuple[float, ...] = ()
+    answer: Any = None
     status: int = 200
 
 
@@ -33,7 +36,7 @@ class Item:
         body: the bytes to send.
         content_type: content type of the body.
         known: known answers of its images, in order. Empty: the answer is not compared.
-        listed: whether the answer has ``predictions`` (for instances) or one image's classes.
+        listed: whether the answer has ``predictions`` (for instances) or is that of one image.
         exact: the exact bytes of the answer, if known.
         weight: how often it is sent, relative to the others.
     """
@@ -49,12 +52,17 @@ class Item:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests to choose from, and how far a probability may be from the known one.
+    """Requests to choose from, and what their answers are compared by.
 
-    Another batch size or engine rounds differently.
+    Attributes:
+        items: the requests.
+        task: name of the task whose answers they get.
+        tolerance: how far an answer may be from the known one; see `Task.fault`. Another batch size or engine rounds
+            differently.
     """
 
     items: tuple[Item, ...]
+    task: str
     tolerance: float = 0.02
 
     def save(self, folder: Path) -> Path:
@@ -65,7 +73,8 @@ class Workload:
             (folder / f"{number}.body").write_bytes(item.body)
             exact = None if item.exact is None else base64.b64encode(item.exact).decode()
             entries.append({**asdict(item), "body": f"{number}.body", "exact": exact})
-        (folder / _FILE).write_text(json.dumps({"tolerance": self.tolerance, "items": entries}), encoding="utf-8")
+        document = {"task": self.task, "tolerance": self.tolerance, "items": entries}
+        (folder / _FILE).write_text(json.dumps(document), encoding="utf-8")
         return folder
 
     @classmethod
@@ -77,32 +86,38 @@ class Workload:
                 **{
                     **entry,
                     "body": (folder / entry["body"]).read_bytes(),
-                    "known": tuple(Known(tuple(one["probabilities"]), one["status"]) for one in entry["known"]),
+                    "known": tuple(Known(**one) for one in entry["known"]),
                     "exact": None if entry["exact"] is None else base64.b64decode(entry["exact"]),
                 }
             )
             for entry in body["items"]
         )
-        return cls(items, body["tolerance"])
+        return cls(items, body["task"], body["tolerance"])
 
     def confusable(self) -> list[tuple[str, str]]:
         """Return pairs of single images with equal answers within the tolerance. A swap would not be noticed."""
-        single = [item for item in self.items if len(item.known) == 1 and item.known[0].probabilities]
+        single = [item for item in self.items if len(item.known) == 1 and item.known[0].status == 200]
         return [
             (one.name, other.name)
             for number, one in enumerate(single)
             for other in single[number + 1 :]
-            if _alike(one.known[0], other.known[0], 2 * self.tolerance)
+            if self._alike(one, other)
         ]
 
+    def told_apart(self) -> Workload:
+        """Return the workload of those single images whose answers cannot be confused with one kept before."""
+        kept: list[Item] = []
+        for item in self.items:
+            if not any(self._alike(item, other) for other in kept):
+                kept.append(item)
+        return replace(self, items=tuple(kept))
 
-def tell_apart(items: Sequence[Item], tolerance: float) -> tuple[Item, ...]:
-    """Return the single images whose answers differ by more than two tolerances from all kept before."""
-    kept: list[Item] = []
-    for item in items:
-        if not any(_alike(item.known[0], other.known[0], 2 * tolerance) for other in kept):
-            kept.append(item)
-    return tuple(kept)
+    def _alike(self, one: Item, other: Item) -> bool:
+        """Whether two single images have equal answers within two tolerances. All refusals are alike."""
+        mine, theirs = one.known[0].answer, other.known[0].answer
+        if mine is None or theirs is None:
+            return mine is theirs
+        return not find_task(self.task).fault(mine, theirs, 2 * self.tolerance)
 
 
 def instances(name: str, items: Sequence[Item], weight: float = 1.0) -> Item:
@@ -127,9 +142,3 @@ def request_bytes(item: Item, path: str, host: str, headers: Mapping[str, str]) 
         *(f"{name}: {value}" for name, value in headers.items()),
     ]
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + item.body
-
-
-def _alike(one: Known, other: Known, difference: float) -> bool:
-    return len(one.probabilities) == len(other.probabilities) and all(
-        abs(mine - theirs) <= difference for mine, theirs in zip(one.probabilities, other.probabilities, strict=True)
-    )

@@ -19,7 +19,7 @@ def as_outputs(answer: torch.Tensor | Sequence[torch.Tensor]) -> Outputs:
 
 
 def first_output(answer: Answer) -> torch.Tensor:
-    """Return the first output of what a network returns, which is its logits ``(N, classes)``."""
+    """Return the first output of what a network returns, for example logits ``(N, classes)``."""
     return answer[0] if isinstance(answer, tuple) else answer
 
 

@@ -29,6 +29,7 @@ from serve.runtime.card.known_answer import KNOWN_FILE, read_known
 from serve.runtime.card.serving import SERVING_FILE, Serving, read_serving
 from serve.runtime.engines.base import chain_for, engines_for, execution_id, find_engine
 from serve.runtime.errors import CardError, UserError
+from serve.runtime.tasks.base import Task, open_task, tasks
 
 # Files that Python could import, even if a card names one as the model file: the archive is first in the worker's path.
 _CODE = (".py", ".pyc", ".so")
@@ -72,6 +73,7 @@ def build_archive(
     """
     check_model_name(model_name)
     card = load_card(artifact_folder)
+    task = open_task(card)
     serving = serving_of(artifact_folder, card, options)
     travelling = {name: card.files[name] for name in _files_to_serve(card)}
     packed: dict[str, bytes] = {
@@ -82,10 +84,10 @@ def build_archive(
         **_runtime(card),
     }
     if (known := read_known(artifact_folder)) is not None:
-        if len(known.logits) != len(card.classes):
-            raise CardError(
-                f"{artifact_folder / KNOWN_FILE}: has {len(known.logits)} logits for {len(card.classes)} classes"
-            )
+        try:
+            task.check_known(known)
+        except CardError as error:
+            raise CardError(f"{artifact_folder / KNOWN_FILE}: {error}") from None
         packed[KNOWN_FILE] = known.text.encode()
     # The card in the archive also has the hashes of everything else in it.
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in packed.items()}
@@ -129,23 +131,27 @@ def foreign_parts(archive: OpenArchive, card: Card) -> list[str]:
 def _runtime(card: Card) -> dict[str, bytes]:
     """Return the handler and its modules, by their paths in the archive.
 
-    An engine from another distribution is packed like the runtime's own engines, so it need not be installed.
+    Of the tasks it is only the card's own. An engine or a task from another distribution is packed like the runtime's
+    own, so it need not be installed.
 
     Raises:
-        UserError: that engine's file has the name of one of the runtime's.
+        UserError: the file of that engine or task has the name of one of the runtime's.
     """
     package = Path(serve.__file__).parent
     sources = {HANDLER_FILE: package / "torchserve" / "handler.py"}
     sources |= {f"serve/{name}": package / name for name in _HANDLER_MODULES}
     sources |= {source.relative_to(package.parent).as_posix(): source for source in (package / "runtime").rglob("*.py")}
-    for entry in engines_for(card):
-        engine = Path(inspect.getfile(entry.open))
-        if engine not in sources.values():
-            place = f"serve/runtime/engines/{engine.name}"
+    task = tasks().get(card.task, Task)
+    parts = [("task", Path(inspect.getfile(kind))) for kind in task.__mro__ if issubclass(kind, Task)]
+    others = {Path(inspect.getfile(kind)) for kind in tasks().values()}.difference(file for _, file in parts)
+    parts += [("engine", Path(inspect.getfile(entry.open))) for entry in engines_for(card)]
+    for kind, file in parts:
+        if file not in sources.values():
+            place = f"serve/runtime/{kind}s/{file.name}"
             if place in sources:
-                raise UserError(f"{engine}: the project has an engine in a file of the same name; rename yours")
-            sources[place] = engine
-    return {name: source.read_bytes() for name, source in sources.items()}
+                raise UserError(f"{file}: the project has a file of the same name for one of its {kind}s; rename yours")
+            sources[place] = file
+    return {name: source.read_bytes() for name, source in sources.items() if source not in others}
 
 
 def serving_of(artifact_folder: Path, card: Card, options: ServingOptions | None = None) -> Serving:

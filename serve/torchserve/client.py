@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -67,33 +67,31 @@ class Client:
         self._http.close()
 
     def predict(
-        self, model: str, image: bytes, *, k: int | None = None, version: str | None = None
-    ) -> list[dict[str, Any]]:
-        """Classify one encoded image: ``[{"label", "index", "probability"}, …]``, best first.
+        self, model: str, image: bytes, *, headers: Mapping[str, str] | None = None, version: str | None = None
+    ) -> Any:
+        """Return the answer to one encoded image, from its JSON: for a classifier the classes, best first.
 
         Args:
             model: name of the model.
             image: the file's bytes.
-            k: number of classes. None: the archive's default.
+            headers: headers with parameters of the model's task, for example ``X-Top-K``. None: the archive's defaults.
             version: version of the model. None: its default version.
 
         Raises:
             ServerError: the server does not answer, or refuses the image with this message.
         """
-        answer: list[dict[str, Any]] = self._predict(_versioned(model, version), k, content=image).json()
-        return answer
+        return self._predict(_versioned(model, version), headers or {}, content=image).json()
 
     def predict_instances(
-        self, model: str, images: Sequence[bytes], *, k: int | None = None
-    ) -> list[list[dict[str, Any]] | dict[str, str]]:
-        """Classify several images in one request: for each its classes, or ``{"error": …}``.
+        self, model: str, images: Sequence[bytes], *, headers: Mapping[str, str] | None = None
+    ) -> list[Any]:
+        """Return the answers to several images in one request. Refused ones have ``{"error": …}``.
 
         Raises:
             ServerError: see `predict`. Also if every image was refused.
         """
-        body, headers = instances_body(images), {"Content-Type": "application/json"}
-        answer = self._predict(model, k, content=body, headers=headers)
-        predictions: list[list[dict[str, Any]] | dict[str, str]] = answer.json()["predictions"]
+        sent = {**(headers or {}), "Content-Type": "application/json"}
+        predictions: list[Any] = self._predict(model, sent, content=instances_body(images)).json()["predictions"]
         return predictions
 
     def ping(self) -> str:
@@ -196,10 +194,10 @@ class Client:
             raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
         return path
 
-    def _predict(self, model: str, k: int | None, **body: Any) -> httpx.Response:
+    def _predict(self, model: str, headers: Mapping[str, str], content: bytes) -> httpx.Response:
         # TorchServe 0.12 drops the query string of /predictions/NAME.
-        headers = body.pop("headers", {}) | ({} if k is None else {"X-Top-K": str(k).encode()})
-        return self._send("POST", f"/predictions/{model}", headers=headers, **body)
+        sent = {name: value.encode() for name, value in headers.items()}  # as UTF-8: httpx takes text in ASCII only
+        return self._send("POST", f"/predictions/{model}", headers=sent, content=content)
 
     def _describe(self, model: str, params: dict[str, str]) -> dict[str, Any]:
         answer: list[dict[str, Any]] = self._send("GET", f"/models/{model}", kind="management", params=params).json()

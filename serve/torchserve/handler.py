@@ -45,7 +45,6 @@ _PHRASES = {
     504: "Gateway Timeout",
 }
 
-_K_HEADER = "x-top-k"
 _ID_HEADER = "x-request-id"
 
 # Written by ``Batches.groovy``. No client can send it, because a header's name has no colon.
@@ -148,7 +147,7 @@ class ImageClassifierHandler:
             else:
                 result = next(answers)
                 answered.append(result)
-                status, body = answer(entry, result.outcomes)
+                status, body = answer(self._opened().predictor.task, entry, result.outcomes)
                 # Without the time in TorchServe's own queue, which `Batches.groovy` adds.
                 context.set_response_header(index, "Server-Timing", result.stages.server_timing)
             context.set_response_status(status, _PHRASES.get(status, ""), idx=index)
@@ -188,18 +187,18 @@ class ImageClassifierHandler:
         # TorchServe stores the content type of each part under the part's name.
         part = context.get_request_header(index, name)
         kind = str(part.get("content-type") or "") if isinstance(part, dict) else ""
-        # TorchServe 0.12 drops the query string of /predictions/NAME (but not of /NAME/predict and /invocations), so k
-        # may also be a header.
+        # TorchServe 0.12 drops the query string of /predictions/NAME (but not of /NAME/predict and /invocations), so
+        # headers may carry parameters, too.
         headers = {header.lower(): value for header, value in context.get_all_request_header(index).items()}
-        serving = self._opened().serving
-        defaults = {"k": headers[_K_HEADER]} if _K_HEADER in headers else {}
+        service = self._opened()
+        task = service.predictor.task
         try:
             return parse(
-                {**defaults, **parameters},
+                task.from_headers(headers) | parameters,
+                task,
+                service.serving,
                 says_json=kind.partition(";")[0].strip().lower() == "application/json",
                 request_type=str(headers.get("content-type", "")).lower(),
-                default_k=serving.k,
-                instance_limit=serving.instance_limit,
             )
         except RequestError as error:
             return error.refusal

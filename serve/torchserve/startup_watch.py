@@ -18,6 +18,7 @@ from PIL import Image
 from serve.runtime.card.known_answer import KnownAnswer
 from serve.runtime.device.cores import cores
 from serve.runtime.errors import CardError, PipelineError
+from serve.runtime.tasks.base import tasks
 from serve.torchserve.client import Client, ServerError
 
 CONSOLE_LOG = "console.log"
@@ -163,12 +164,15 @@ def _is_loaded(client: Client, model: str, version: str) -> bool:
 
 def _fault_of_answer(client: Client, model: str, awaited: Awaited, image: bytes) -> StartError | None:
     known = awaited.known
+    # The archive may have a task of its own, which is not installed here. Its workers check the known answer then.
+    task = tasks().get(known.task) if known is not None else None
     try:
-        if known is None:
+        if known is None or task is None:
             client.predict(model, image, version=awaited.version)
         else:
-            answer = client.predict(model, known.image, k=len(known.logits), version=awaited.version)
-            known.seen_in({entry["index"]: entry["probability"] for entry in answer})
+            headers = task.to_headers(task.complete)
+            answer = client.predict(model, known.image, headers=headers, version=awaited.version)
+            task.seen(known.facts, answer, known.execution)
     except ServerError as error:
         return StartError(f"{model} is loaded but does not answer: {error}")
     except CardError as error:

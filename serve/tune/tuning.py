@@ -20,7 +20,6 @@ from serve.load import reference_answers
 from serve.load.generator_process import measure
 from serve.load.plan import Plan
 from serve.load.synthetic_images import make_pictures, read_pictures
-from serve.load.workload import Workload
 from serve.runtime.card.card import load_card
 from serve.runtime.card.serving import SERVING_FILE, Serving
 from serve.runtime.device.cores import cores, quota
@@ -213,8 +212,8 @@ def _prepared(
 ) -> Iterator[Servers]:
     with tempfile.TemporaryDirectory(prefix="tune-") as folder:
         predictor = reference_answers.opened(artifact, usual)
-        sent = reference_answers.items(predictor, pictures)
-        workload = Workload(sent, reference_answers.tolerance(usual.executions)).save(Path(folder) / "workload")
+        sent = reference_answers.workload(predictor, reference_answers.items(predictor, pictures), usual)
+        workload = sent.save(Path(folder) / "workload")
         scratch = Path(folder) / "store"
         scratch.mkdir(mode=0o700)
         with contextlib.closing(Servers(artifact, workload, settings, goal, scratch)) as servers:

@@ -175,7 +175,9 @@ def test_reduced_decoding_is_asked_with_the_large_pictures_alone_and_its_agreeme
 
 def test_agreement_counts_equal_best_classes() -> None:
     def items(*answers: tuple[float, ...]) -> list[Item]:
-        return [Item("x", b"", known=(Known(answer, 200 if answer else 413),)) for answer in answers]
+        tables = [[{"index": index, "probability": value} for index, value in enumerate(answer)] for answer in answers]
+        best = [sorted(table, key=lambda entry: -entry["probability"]) for table in tables]
+        return [Item("x", b"", known=(Known(answer) if answer else Known(status=413),)) for answer in best]
 
     one = items((0.6, 0.3, 0.1), (0.2, 0.5, 0.3), (0.2, 0.5, 0.3), ())
     other = items((0.5, 0.4, 0.1), (0.2, 0.39, 0.41), (0.2, 0.5, 0.3), (1.0, 0.0, 0.0))
@@ -190,7 +192,10 @@ def test_reduced_decoding_is_known_by_its_own_answers(tmp_path: Path) -> None:
     used = ways(artifact)
     predictor = reference_answers.opened(artifact, used[""])
     pictures = {PHOTOS: make_pictures(2), LARGE: make_pictures(1, ((1600, 1200),))}
-    sent = {name: Workload(reference_answers.items(predictor, images)) for name, images in pictures.items()}
+    sent = {
+        name: Workload(reference_answers.items(predictor, images), "classification")
+        for name, images in pictures.items()
+    }
     workload, agreed = reduced(artifact, used, sent, 1)
     (item,), (whole,) = workload.items, sent[LARGE].items
     assert item.body == whole.body
@@ -239,7 +244,7 @@ def test_subjects_answer_and_are_stopped(tmp_path: Path) -> None:
     artifact = artifacts.onnx(tmp_path / "artifact")
     serving = serving_of(artifact, load_card(artifact))
     items = reference_answers.items(reference_answers.opened(artifact, serving), make_pictures(4))
-    with Stage(tmp_path, artifact, {"": serving}, {PHOTOS: Workload(items)}) as stage:
+    with Stage(tmp_path, artifact, {"": serving}, {PHOTOS: Workload(items, "classification")}) as stage:
         subjects = stage.start(tmp_path, 5, ("echo-uvicorn", "own", "serial", "pipelined"))
         found = {
             subject.key: subject.ask(PHOTOS, clients, 1.0)

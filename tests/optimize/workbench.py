@@ -105,6 +105,7 @@ def parent_of(module: nn.Module, context: Context, folder: Path, outputs: tuple[
     card = Card(
         name="baseline",
         model="test",
+        task="classification",
         format="exported_program",
         file=WEIGHTS_FILE,
         precision="float32",

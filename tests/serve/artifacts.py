@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 import warnings
@@ -17,6 +18,7 @@ from serve.runtime.card.known_answer import KNOWN_FILE, KnownAnswer
 from serve.runtime.images.image_preprocessing import load
 from serve.runtime.model_files.program_file import save_program
 from serve.runtime.service.predictor import Predictor
+from serve.runtime.tasks.base import Task, open_task
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 PREPROCESSING = Preprocessing(resize=36, crop=(32, 32))
@@ -56,6 +58,7 @@ def write_artifact(
     card = Card(
         name=name,
         model="small",
+        task="classification",
         format=model_format,
         file=file,
         precision=precision,
@@ -70,6 +73,24 @@ def write_artifact(
     return folder
 
 
+def task_of(**changes: Any) -> Task:
+    """The task of an artifact that has a card and nothing else."""
+    card = Card(
+        name="small",
+        model="small",
+        task="classification",
+        format="onnx",
+        file="model.onnx",
+        precision="float32",
+        input_dtype="float32",
+        device="any",
+        preprocessing=PREPROCESSING,
+        classes=CLASSES,
+        files={"model.onnx": "0" * 64},
+    )
+    return open_task(dataclasses.replace(card, **changes))
+
+
 def torchscript(folder: Path, name: str = "script", device: Device = "any") -> Path:
     folder.mkdir(parents=True)
     (folder / "model.pt").write_bytes(torchscript_file())
@@ -81,8 +102,9 @@ def know(folder: Path, *, raised: float = 0.0) -> Path:
     """Write beside an artifact what it answers to an image, ``raised`` being added to the logit of its first class."""
     predictor = Predictor(folder)
     image = jpeg(4)
-    first, *rest = predictor.logits(load(image, predictor.card.preprocessing)[None])[0].tolist()
-    known = KnownAnswer(image, (first + raised, *rest), predictor.execution_name)
+    facts = predictor.task.known(predictor.outputs(load(image, predictor.card.preprocessing)[None]))
+    facts["logits"][0] += raised
+    known = KnownAnswer(image, "classification", predictor.execution_name, facts)
     (folder / KNOWN_FILE).write_text(known.text)
     return folder
 

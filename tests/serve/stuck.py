@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +23,12 @@ from serve.asgi.http.server_settings import Settings
 from serve.asgi.process import server_process, watchdog
 from serve.runtime.card.execution import Execution
 from serve.runtime.card.serving import Serving
+from tests.serve.artifacts import task_of
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[], Awaitable[Streams]]
+#: That of a classifier with many classes, so that an answer may be long.
+TASK = task_of(classes=tuple(map(str, range(5000))))
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -67,7 +71,7 @@ class Full(Stuck):
 
 
 def stuck_model(service: Any) -> Served:
-    predictor: Any = None
+    predictor: Any = SimpleNamespace(task=TASK)
     serving = Serving((Execution("openvino"),), response_timeout_s=1)
     return Served("stuck", "1.0", predictor, serving, service)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from serve.runtime.errors import PipelineError, RequestError
-from serve.runtime.service import protocol
+from serve.runtime.service.protocol import Request, answer
 
 if TYPE_CHECKING:
-    from serve.runtime.service.predictor import Outcome
+    from serve.runtime.tasks.base import Outcome, Task
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -36,7 +36,7 @@ RETRY: Final = (("retry-after", str(RETRY_AFTER_S)),)
 #: Bytes of a body above which parsing (JSON, base64, a form) may take longer than a switch to a thread. A thread then
 #: parses it, and the event loop can answer others.
 LONG_BODY: Final = 32 * 1024
-# Classes in an answer above which a thread writes it too. About 5 ms.
+# Values in an answer above which a thread writes it too. About 5 ms.
 _LONG_ANSWER = 4096
 
 _T = TypeVar("_T")
@@ -102,20 +102,20 @@ def json_response(status: int, body: object, headers: tuple[tuple[str, str], ...
     return Response(status, json.dumps(body, allow_nan=False).encode(), headers=headers)
 
 
-def answer_response(request: protocol.Request, outcomes: Sequence[Outcome]) -> Response:
-    """Return the results of a request's images, in the format of TorchServe's handler and KServe v1."""
-    status, body = protocol.answer(request, outcomes)
-    return Response(status, body, headers=RETRY if status == 503 else ())
-
-
-def is_long(request: protocol.Request) -> bool:
+def is_long(task: Task, request: Request) -> bool:
     """Whether a thread writes the response, so that the event loop can answer others meanwhile."""
-    return len(request.images) * request.k > _LONG_ANSWER
+    return len(request.images) * task.size(request.options) > _LONG_ANSWER
 
 
-async def written(request: protocol.Request, write: Callable[[], _T]) -> _T:
+async def written(task: Task, request: Request, write: Callable[[], _T]) -> _T:
     """Return the result of ``write``. A long response is written in a thread; see `is_long`."""
-    return await asyncio.to_thread(write) if is_long(request) else write()
+    return await asyncio.to_thread(write) if is_long(task, request) else write()
+
+
+async def written_answer(task: Task, request: Request, outcomes: Sequence[Outcome]) -> Response:
+    """Return the results of a request's images, in the format of TorchServe's handler and KServe v1."""
+    status, body = await written(task, request, lambda: answer(task, request, outcomes))
+    return Response(status, body, headers=RETRY if status == 503 else ())
 
 
 def headers_of(response: Response) -> Headers:

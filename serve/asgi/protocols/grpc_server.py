@@ -247,7 +247,7 @@ class GrpcServer:
                 return oip_grpc.write(described, served.version, inference, outputs)
 
             try:
-                return await written(inference.request, write)
+                return await written(described.task, inference.request, write)
             except RequestError as error:
                 raise refusal(error) from None
 

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from serve.asgi.http.messages import (
     LONG_BODY,
     RefusedError,
     Response,
-    answer_response,
     bad_request,
     json_response,
-    written,
+    written_answer,
 )
 from serve.runtime.errors import RequestError
 from serve.runtime.service.protocol import Request, parse
@@ -24,6 +23,8 @@ from serve.runtime.service.protocol import Request, parse
 if TYPE_CHECKING:
     from serve.asgi.http.application import Application
     from serve.asgi.http.call import Call
+    from serve.runtime.card.serving import Serving
+    from serve.runtime.tasks.base import Task
 
 
 def add_routes(application: Application) -> None:
@@ -54,7 +55,7 @@ async def model(call: Call) -> Response:
 
 
 async def predict(call: Call) -> Response:
-    """Classify the instances of a request."""
+    """Answer the instances of a request."""
     name, verb = split_verb(call.parameters["name"])
     if verb == "explain":
         raise RefusedError(501, "explanations are not supported: use /v1/models/NAME:predict", "explain")
@@ -64,14 +65,14 @@ async def predict(call: Call) -> Response:
     body = await call.body()
 
     def read_body() -> Request:
-        return read(body, call.query, default_k=served.serving.k, instance_limit=served.serving.instance_limit)
+        return read(body, call.query, served.predictor.task, served.serving)
 
     try:
         request = await asyncio.to_thread(read_body) if len(body) > LONG_BODY else read_body()
     except RequestError as error:
         raise bad_request(error) from None
     answered = await call.ask(served, request)
-    return await written(request, lambda: answer_response(request, answered.outcomes))
+    return await written_answer(served.predictor.task, request, answered.outcomes)
 
 
 def split_verb(last: str) -> tuple[str, str]:
@@ -80,19 +81,11 @@ def split_verb(last: str) -> tuple[str, str]:
     return (name, verb) if name else (last, "")
 
 
-def read(body: bytes, query: Mapping[str, str], *, default_k: int, instance_limit: int) -> Request:
+def read(body: bytes, query: Mapping[str, str], task: Task, serving: Serving) -> Request:
     """Parse the body of ``POST /v1/models/NAME:predict``: ``{"instances": [{"b64": …}, …]}``.
 
     Raises:
-        RequestError: the body has another form, or ``k`` is wrong.
+        RequestError: the body has another form, or a parameter is wrong.
     """
-    parameters: dict[str, Any] = {"body": body}
-    if "k" in query:
-        parameters["k"] = query["k"]
-    return parse(
-        parameters,
-        says_json=True,
-        request_type="application/json",
-        default_k=default_k,
-        instance_limit=instance_limit,
-    )
+    parameters = {"body": body, **{name: query[name] for name in task.parameters if name in query}}
+    return parse(parameters, task, serving, says_json=True, request_type="application/json")

@@ -1,7 +1,8 @@
 """Converts tensors of the Open Inference Protocol to requests of the runtime, for JSON, binary data and gRPC.
 
-A model has one input tensor, ``image``: encoded images (``BYTES``) or pixels (``UINT8``). It has four outputs, from
-which a client may choose. The protocol cannot answer a part of a request. If one image is refused, the request is.
+A model has one input tensor, ``image``: encoded images (``BYTES``) or pixels (``UINT8``). Its outputs are those of its
+task, from which a client may choose. The protocol cannot answer a part of a request. If one image is refused, the
+request is.
 
 Source: github.com/kserve/open-inference-protocol, ``specification/protocol``.
 """
@@ -18,9 +19,10 @@ import numpy as np
 from PIL import Image
 
 from serve.runtime.card.fields import shown
+from serve.runtime.card.serving import Serving
 from serve.runtime.errors import Refusal, RequestError
-from serve.runtime.service.predictor import Label, Outcome
-from serve.runtime.service.protocol import Request, parse_k
+from serve.runtime.service.protocol import Request
+from serve.runtime.tasks.base import Outcome, Task
 
 #: The one input of every model.
 INPUT = "image"
@@ -42,20 +44,24 @@ class Signature:
     Attributes:
         name: the name in the path.
         versions: the served versions. The last one is the current.
-        format: the format in the card.
-        classes: label of each output index.
-        channels: channels of a pixel: 3 (RGB) or 1 (grey).
-        k: default number of classes in an answer.
-        instance_limit: most images in one request.
+        task: the model's task, with its card.
+        serving: its serving settings.
     """
 
     name: str
     versions: tuple[str, ...]
-    format: str
-    classes: tuple[str, ...]
-    channels: int
-    k: int
-    instance_limit: int
+    task: Task
+    serving: Serving
+
+    @property
+    def channels(self) -> int:
+        """Channels of a pixel: 3 (RGB) or 1 (grey)."""
+        return self.task.card.preprocessing.channels
+
+    @property
+    def instance_limit(self) -> int:
+        """Most images in one request."""
+        return self.serving.instance_limit
 
 
 @dataclass(frozen=True)
@@ -81,15 +87,15 @@ class Inference:
     """One request in a form that is the same for every transport.
 
     Attributes:
-        request: the request to the runtime. Its ``k`` is large enough for every wanted output.
-        k: number of classes in the sorted outputs.
+        request: the request to the runtime. Its answers have enough for every wanted output.
+        options: the request's own options, which may want less.
         wanted: the outputs, in the order of the answer.
         id: returned in the answer. Empty: there was none.
         timeout_s: seconds until the client gives up. None: unknown.
     """
 
     request: Request
-    k: int
+    options: Any
     wanted: tuple[Wanted, ...]
     id: str = ""
     timeout_s: float | None = None
@@ -102,13 +108,8 @@ class Output:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    data: list[str] | list[int] | list[float]
+    data: Sequence[Any]
     binary: bool = False
-
-
-#: Datatypes of the outputs. The first three have ``k`` columns, best class first. ``probabilities`` has a column for
-#: each class.
-OUTPUTS = {"label": "BYTES", "index": "INT64", "probability": "FP32", "probabilities": "FP32"}
 
 
 def server_metadata(version: str) -> dict[str, Any]:
@@ -118,25 +119,22 @@ def server_metadata(version: str) -> dict[str, Any]:
 
 def model_metadata(signature: Signature) -> dict[str, Any]:
     """Return a model's metadata, the body of ``GET /v2/models/NAME``. -1 in a shape is any size."""
+    model_format = signature.task.card.format
     return {
         "name": signature.name,
         "versions": list(signature.versions),
-        "platform": _FRAMEWORKS.get(signature.format, f"pytorch_{signature.format}"),
+        "platform": _FRAMEWORKS.get(model_format, f"pytorch_{model_format}"),
         "inputs": [{"name": INPUT, "datatype": "BYTES", "shape": [-1]}],
         "outputs": [
-            {
-                "name": name,
-                "datatype": datatype,
-                "shape": [-1, len(signature.classes) if name == "probabilities" else -1],
-            }
-            for name, datatype in OUTPUTS.items()
+            {"name": name, "datatype": tensor.datatype, "shape": [-1, *tensor.shape]}
+            for name, tensor in signature.task.tensors.items()
         ],
     }
 
 
-def all_outputs(*, binary: bool) -> tuple[Wanted, ...]:
+def all_outputs(signature: Signature, *, binary: bool) -> tuple[Wanted, ...]:
     """Return the outputs for a request that names none."""
-    return tuple(Wanted(name, binary) for name in OUTPUTS)
+    return tuple(Wanted(name, binary) for name in signature.task.tensors)
 
 
 def check_datatype(name: str, datatype: str) -> None:
@@ -162,23 +160,22 @@ def read_inference(
         signature: the model's signature.
         tensors: the inputs.
         wanted: the outputs that the request names, or `all_outputs`.
-        parameters: the request's own parameters: ``k``, and ``timeout`` in microseconds.
+        parameters: the request's own parameters: those of the task, and ``timeout`` in microseconds.
         request_id: returned in the answer.
 
     Raises:
         RequestError: a tensor, an output or a parameter does not fit the model's metadata.
     """
     images = _images(signature, tensors)
-    k = parse_k(parameters["k"]) if "k" in parameters else signature.k
-    k = min(k, len(signature.classes))
+    task = signature.task
+    options = task.options(parameters, signature.serving)
     for output in wanted:
-        if output.name not in OUTPUTS:
-            raise RequestError(f"there is no output {shown(output.name)}; the outputs are {', '.join(OUTPUTS)}")
+        if output.name not in task.tensors:
+            raise RequestError(f"there is no output {shown(output.name)}; the outputs are {', '.join(task.tensors)}")
     if len({output.name for output in wanted}) < len(wanted):
         raise RequestError("an output is requested twice")
-    everything = any(output.name == "probabilities" for output in wanted)
-    request = Request(images, len(signature.classes) if everything else k, listed=True)
-    return Inference(request, k, tuple(wanted), request_id, _timeout(parameters))
+    request = Request(images, task.widened(options, [output.name for output in wanted]), listed=True)
+    return Inference(request, options, tuple(wanted), request_id, _timeout(parameters))
 
 
 def write_outputs(signature: Signature, inference: Inference, outcomes: Sequence[Outcome]) -> tuple[Output, ...]:
@@ -187,25 +184,18 @@ def write_outputs(signature: Signature, inference: Inference, outcomes: Sequence
     Raises:
         RequestError: an image was refused. The error names the first one and has its status.
     """
-    rows: list[list[Label]] = []
+    answers: list[Any] = []
     for index, outcome in enumerate(outcomes):
         if isinstance(outcome, Refusal):
             where = f"image {index}: " if len(outcomes) > 1 else ""
             raise RequestError(f"{where}{outcome.message}", outcome.status)
-        rows.append(outcome)
-    return tuple(_output(wanted, rows, inference.k, len(signature.classes)) for wanted in inference.wanted)
-
-
-def _output(wanted: Wanted, rows: list[list[Label]], k: int, classes: int) -> Output:
-    data: list[Any]
-    if wanted.name == "probabilities":
-        table = np.zeros((len(rows), classes))
-        for row, labels in zip(table, rows, strict=True):
-            row[[label.index for label in labels]] = [label.probability for label in labels]
-        data, columns = table.ravel().tolist(), classes
-    else:
-        data, columns = [getattr(label, wanted.name) for row in rows for label in row[:k]], k
-    return Output(wanted.name, OUTPUTS[wanted.name], (len(rows), columns), data, wanted.binary)
+        answers.append(outcome)
+    task, found = signature.task, []
+    for wanted in inference.wanted:
+        shape, data = task.tensor(wanted.name, answers, inference.options)
+        datatype = task.tensors[wanted.name].datatype
+        found.append(Output(wanted.name, datatype, (len(answers), *shape), data, wanted.binary))
+    return tuple(found)
 
 
 def _images(signature: Signature, tensors: Sequence[Tensor]) -> tuple[bytes, ...]:

@@ -72,7 +72,8 @@ def read(signature: Signature, request: Any) -> Inference:
         tensors.append(Tensor(entry.name, entry.datatype, tuple(entry.shape[: RANK + 1]), data))
     wanted = tuple(Wanted(entry.name, bool(raw)) for entry in request.outputs)
     parameters = _parameters(request.parameters)
-    return read_inference(signature, tensors, wanted or all_outputs(binary=bool(raw)), parameters, request.id)
+    wanted = wanted or all_outputs(signature, binary=bool(raw))
+    return read_inference(signature, tensors, wanted, parameters, request.id)
 
 
 def write(signature: Signature, version: str, inference: Inference, outputs: Sequence[Output]) -> Any:

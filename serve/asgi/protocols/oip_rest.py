@@ -71,7 +71,9 @@ def read(signature: Signature, body: bytes, json_length: str | None) -> Inferenc
         raise RequestError(f"{len(binary)} bytes are left after the binary data of the inputs")
     everywhere = _flag(parameters, "binary_data_output")
     wanted = tuple(_wanted(entry, everywhere) for entry in _objects(document, "outputs"))
-    return read_inference(signature, tensors, wanted or all_outputs(binary=everywhere), parameters, request_id)
+    return read_inference(
+        signature, tensors, wanted or all_outputs(signature, binary=everywhere), parameters, request_id
+    )
 
 
 def write(signature: Signature, version: str, inference: Inference, outputs: Sequence[Output]) -> Answer:
@@ -215,7 +217,7 @@ def _wanted(entry: Mapping[str, Any], everywhere: bool) -> Wanted:
     if not isinstance(name, str):
         raise RequestError("an output must have a name, a string")
     if "classification" in parameters:
-        raise RequestError("classification is not supported: request the outputs label, index and probability, with k")
+        raise RequestError("classification is not supported: request outputs by their names")
     return Wanted(name, _flag(parameters, "binary_data", everywhere))
 
 

@@ -49,16 +49,7 @@ def add_routes(application: Application) -> None:
 
 def signature(models: Models, served: Served) -> oip.Signature:
     """Return the signature of a served model."""
-    card = served.predictor.card
-    return oip.Signature(
-        name=served.name,
-        versions=tuple(models.versions(served.name)),
-        format=card.format,
-        classes=card.classes,
-        channels=card.preprocessing.channels,
-        k=served.serving.k,
-        instance_limit=served.serving.instance_limit,
-    )
+    return oip.Signature(served.name, tuple(models.versions(served.name)), served.predictor.task, served.serving)
 
 
 def project_version() -> str:
@@ -109,7 +100,7 @@ async def infer(call: Call) -> Response:
         return oip_rest.write(model_signature, served.version, inference, outputs)
 
     try:
-        answer = await written(inference.request, write)
+        answer = await written(model_signature.task, inference.request, write)
     except RequestError as error:  # an image was refused, and its refusal is recorded already
         return refusal_response(refusal(error))
     if answer.json_length is None:

@@ -8,15 +8,12 @@ from typing import Any
 
 from serve.asgi.http.application import Application
 from serve.asgi.http.call import Call
-from serve.asgi.http.messages import LONG_BODY, Response, answer_response, bad_request, json_response, written
+from serve.asgi.http.messages import LONG_BODY, Response, bad_request, json_response, written_answer
 from serve.asgi.http.multipart import parts_of
-from serve.asgi.http.served_models import Models
-from serve.runtime.card.serving import Serving
+from serve.asgi.http.served_models import Models, Served
 from serve.runtime.errors import RequestError
 from serve.runtime.service import protocol
 from serve.runtime.service.protocol import Request
-
-_K_HEADER = "x-top-k"
 
 
 def add_routes(application: Application) -> None:
@@ -47,30 +44,30 @@ def add_routes(application: Application) -> None:
 
 
 async def predict(call: Call) -> Response:
-    """Classify one image or a list of instances. The response has the same bytes as from TorchServe's handler."""
+    """Answer one image or a list of instances. The response has the same bytes as from TorchServe's handler."""
     served = call.take(call.parameters["name"], call.parameters.get("version"))
     body = await call.body()
     kind = call.headers.get("content-type", "")
     try:
         large = len(body) > LONG_BODY
         if large and (kind.lower().startswith(("application/json", "multipart/")) or protocol.looks_like_json(body)):
-            request = await asyncio.to_thread(parse, call, body, kind, served.serving)
+            request = await asyncio.to_thread(parse, call, body, kind, served)
         else:
-            request = parse(call, body, kind, served.serving)
+            request = parse(call, body, kind, served)
     except RequestError as error:
         raise bad_request(error) from None
     answered = await call.ask(served, request)
-    return await written(request, lambda: answer_response(request, answered.outcomes))
+    return await written_answer(served.predictor.task, request, answered.outcomes)
 
 
-def parse(call: Call, body: bytes, content_type: str, serving: Serving) -> Request:
+def parse(call: Call, body: bytes, content_type: str, served: Served) -> Request:
     """Parse one request. Parameters in the query or the form take precedence over headers.
 
     Raises:
         RequestError: the request has no image, or it is invalid.
     """
-    parameters: dict[str, Any] = {"k": call.headers[_K_HEADER]} if _K_HEADER in call.headers else {}
-    parameters |= call.query
+    task = served.predictor.task
+    parameters = task.from_headers(call.headers) | call.query
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         parts = parts_of(body, content_type)
@@ -86,10 +83,10 @@ def parse(call: Call, body: bytes, content_type: str, serving: Serving) -> Reque
             parameters["body"] = body
     return protocol.parse(
         parameters,
+        task,
+        served.serving,
         says_json=kind == "application/json",
         request_type=content_type.lower() or "none",
-        default_k=serving.k,
-        instance_limit=serving.instance_limit,
     )
 
 

@@ -23,7 +23,7 @@ from . import fields
 from .certificate import Certificate
 from .json_documents import SEAL, parse_document, seal_of, sealed
 
-SCHEMA = 1
+SCHEMA = 2
 CARD_FILE = "card.json"
 _LARGEST_CARD = 64 << 20  # characters
 _LONGEST_SIDE = 1 << 16  # pixels
@@ -154,6 +154,7 @@ class Card(Described):
     Attributes:
         name: the artifact's name within its run, for example ``ptq``.
         model: the optimised model, for example ``resnet18``.
+        task: what the network is for; see `tasks.base`.
         format: which engine opens ``file``.
         file: the model file's name within the folder.
         precision: the real type of weights and arithmetic (``float32``, ``int8`` …).
@@ -162,7 +163,7 @@ class Card(Described):
         target: the integers that it was built for, for example ``x86-vnni`` (see `cpu_integers`). None if it has
             floats. An engine refuses a target that it, or this machine's processor, does not compute exactly.
         preprocessing: from image bytes to the input tensor.
-        classes: label of each output index.
+        classes: names of the classes by their numbers. Empty if the task has none.
         files: SHA-256 of every file in the folder except the card, by plain name.
         lineage: ancestors, oldest first, this artifact last.
         data: name, fingerprint and sizes of the data for training and measurements.
@@ -173,13 +174,14 @@ class Card(Described):
             artifact's own folder.
         certificate: how close each engine's answers are to the exact result of an INT8 artifact's integers. None if
             this was not measured.
-        probabilities: how answers are made from logits; see `predictor.probabilities_of`.
-        outputs: names of the network's outputs, in the order in which engines return them. The first one is the logits
-            ``(N, classes)``. All are tensors, batch first.
+        probabilities: how probabilities are made from logits, for tasks that do that.
+        outputs: names of the network's outputs, in the order in which engines return them. The first one is trained.
+            All are tensors, batch first.
     """
 
     name: str
     model: str
+    task: str
     format: Format
     file: str
     precision: str
@@ -203,6 +205,7 @@ class Card(Described):
     def __post_init__(self) -> None:
         for name in ("name", "model", "precision"):
             fields.text(f"card: {name}", getattr(self, name))
+        fields.word("card: task", self.task)
         fields.word("card: format", self.format)
         fields.one_of("card: device", self.device, get_args(Device))
         fields.one_of("card: input_dtype", self.input_dtype, get_args(InputType))
@@ -213,8 +216,6 @@ class Card(Described):
             raise CardError(f"card: preprocessing must be a JSON object, found {fields.shown(self.preprocessing)}")
         for label in fields.sequence("card: classes", self.classes):
             fields.text("card: a class", label)
-        if not self.classes:
-            raise CardError("card: the list of classes is empty")
         self._check_outputs()
         self._check_files()
         for ancestor in fields.sequence("card: lineage", self.lineage):

@@ -13,7 +13,7 @@ import torch
 from ..card.budget import Account, Budget
 from ..errors import BrokenError, Refusal
 from ..images.headers import Header
-from .predictor import Outcome
+from ..tasks.base import Outcome
 from .protocol import Request
 from .stages import Stages
 

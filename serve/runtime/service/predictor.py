@@ -1,4 +1,4 @@
-"""An opened artifact: encoded images in, top-k classes out. Every server and measurement uses it."""
+"""An opened artifact: encoded images in, answers of its task out. Every server and measurement uses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..card.budget import Budget
-from ..card.card import Card, Preprocessing, Probabilities, load_card
+from ..card.card import Card, Preprocessing, load_card
 from ..card.execution import Execution
 from ..decoders.base import CPU, Decoder
 from ..device.device_faults import device_answers, is_lost, lacks_memory
@@ -25,30 +25,15 @@ from ..engines.base import Engine, execution_id, find_engine, open_engine, prefe
 from ..errors import BrokenError, EngineError, Refusal, one_line
 from ..images.image_preprocessing import normalise
 from ..outputs import Outputs
+from ..tasks.base import Outcome, Task, open_task
 from .image_loading import NO_MEMORY, load_within
 
 _LOG = logging.getLogger(__name__)
 
-# NaN and infinity cannot be ranked or written as JSON. A single image may cause them: half precision overflows.
-_NOT_FINITE = Refusal(500, "the network returned NaN or infinity for the image")
-
 
 @dataclass(frozen=True)
-class Label(Described):
-    """One class of an answer. ``probability`` is in [0, 1], see `probabilities_of`."""
-
-    label: str
-    index: int
-    probability: float
-
-
-#: The outcome of one item: its best classes, best first, or a refusal.
-Outcome = list[Label] | Refusal
-
-
-@dataclass(frozen=True)
-class Classified:
-    """The outcomes of decoded images, in order, with the seconds for inference and ranking."""
+class Computed:
+    """The outcomes of decoded images, in order, with the seconds for inference and for making answers."""
 
     outcomes: list[Outcome]
     infer: float
@@ -77,11 +62,6 @@ def infer(
         return transfer.receive(outputs)
 
 
-def probabilities_of(logits: torch.Tensor, kind: Probabilities) -> torch.Tensor:
-    """Convert logits ``(N, classes)`` to probabilities that sum to one, or to independent ones for ``sigmoid``."""
-    return logits.sigmoid() if kind == "sigmoid" else logits.softmax(dim=1)
-
-
 @dataclass(frozen=True)
 class PassedOver:
     """An execution that would be preferred but does not work here, with the reason."""
@@ -99,6 +79,7 @@ class Predictor(Described):
 
     Attributes:
         timings: times of the last `predict`, in whichever thread.
+        task: makes answers from the network's outputs.
         seconds: seconds for a batch by its size, from the last call of `warm_up`.
         accuracy: the known accuracy, for `describe`; see `evidence`.
 
@@ -112,7 +93,7 @@ class Predictor(Described):
 
     Raises:
         CardError: the artifact is incomplete.
-        UserError: there is no such engine, or it has no such option.
+        UserError: there is no such engine or task, or the engine has no such option.
         EngineError: the artifact cannot be run so.
     """
 
@@ -127,6 +108,7 @@ class Predictor(Described):
         decoder: Decoder | None = None,
     ) -> None:
         self.card: Card = load_card(folder)
+        self.task: Task = open_task(self.card)
         self.max_batch = max_batch
         self.budget = budget or Budget()
         self.passed_over = passed_over
@@ -164,39 +146,37 @@ class Predictor(Described):
         return found
 
     def logits(self, images: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the first output: ``float32`` logits ``(N, classes)``. For the argument see `outputs`."""
+        """Return the first output, for example ``float32`` logits ``(N, classes)``. For the argument see `outputs`."""
         return self.outputs(images)[0]
-
-    def probabilities(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return probabilities in [0, 1], of the kind in the card. For the arguments see `logits`."""
-        return probabilities_of(self.logits(batch), self.card.probabilities)
 
     def warm_up(self, batch_sizes: Iterable[int], repeats: int = 3) -> None:
         """Run every batch size a few times. TorchScript optimises on its second run, CUDA on its first."""
+        options = self.task.options({})
         for size in sorted(set(batch_sizes)):
             batch = torch.zeros((size, *self.card.preprocessing.shape), dtype=torch.uint8)
             for _ in range(repeats):
                 started = time.perf_counter()
-                self.probabilities(batch)
+                self.task.answers(self.outputs(batch), [options] * size)
                 self.seconds[size] = min(time.perf_counter() - started, self.seconds.get(size, math.inf))
 
-    def predict(self, items: Sequence[bytes], k: int = 5) -> list[Outcome]:
-        """Classify the encoded images of one request. A bad image gets its own refusal, the others their answers.
+    def predict(self, items: Sequence[bytes], options: Any = None) -> list[Outcome]:
+        """Answer the encoded images of one request. A bad image gets its own refusal, the others their answers.
 
         At most one batch of decoded images is held. Images beyond the budget are refused.
 
         Args:
             items: encoded images (see `image_preprocessing.decode`).
-            k: number of classes in an answer, at most the number of all classes.
+            options: what the task's ``options`` returned, for all images. None: its defaults.
 
         Returns:
             One outcome per item, in order.
         """
-        outcomes: list[Outcome] = [[] for _ in items]
+        options = self.task.options({}) if options is None else options
+        outcomes: list[Outcome] = [None] * len(items)
         chunk: dict[int, torch.Tensor] = {}
 
         def answer_chunk() -> None:
-            found = self.classify([*chunk.values()], [k] * len(chunk))
+            found = self.compute([*chunk.values()], [options] * len(chunk))
             for index, outcome in zip(chunk, found.outcomes, strict=True):
                 outcomes[index] = outcome
             chunk.clear()
@@ -212,15 +192,15 @@ class Predictor(Described):
             answer_chunk()
         return outcomes
 
-    def classify(self, images: Sequence[torch.Tensor], wanted: Sequence[int]) -> Classified:
-        """Classify decoded images as one batch.
+    def compute(self, images: Sequence[torch.Tensor], options: Sequence[Any]) -> Computed:
+        """Answer decoded images as one batch.
 
         If memory is too short, the batch is halved and tried again. The same happens if the engine fails otherwise, so
         that one image cannot fail its neighbours.
 
         Args:
             images: ``uint8`` of the network's input shape, on the host or the engine's device. At least one.
-            wanted: number of classes for each image.
+            options: the task's options for each image.
 
         Raises:
             BrokenError: the device is lost to this process.
@@ -233,13 +213,13 @@ class Predictor(Described):
             if isinstance(found, Refusal):
                 outcomes.append(found)
             else:
-                outcomes += self._best(found, wanted[len(outcomes) : len(outcomes) + len(found)])
-        return Classified(outcomes, inferred - started, time.perf_counter() - inferred)
+                outcomes += self.task.answers(found, options[len(outcomes) : len(outcomes) + len(found[0])])
+        return Computed(outcomes, inferred - started, time.perf_counter() - inferred)
 
-    def _rows(self, images: Sequence[torch.Tensor]) -> list[torch.Tensor | Refusal]:
-        """Return logits ``(N, classes)`` of the batch's parts, in order, with a refusal for each image without any."""
+    def _rows(self, images: Sequence[torch.Tensor]) -> list[Outputs | Refusal]:
+        """Return the outputs of the batch's parts, in order, with a refusal for each image without any."""
         try:
-            return [self.logits(images)]
+            return [self.outputs(images)]
         except Exception as error:  # noqa: BLE001 - a library may raise anything
             if is_lost(error) or not device_answers(self.device):
                 raise BrokenError(
@@ -254,32 +234,12 @@ class Predictor(Described):
         middle = len(images) // 2
         return self._rows(images[:middle]) + self._rows(images[middle:])
 
-    def _best(self, logits: torch.Tensor, wanted: Sequence[int]) -> list[Outcome]:
-        """Return the best classes of each row, best first, equal ones by index."""
-        finite = logits.isfinite().all(dim=1).tolist()
-        probabilities = probabilities_of(logits, self.card.probabilities)
-        count = probabilities.shape[1]
-        # One more than wanted, to see whether it ties with the last: topk returns any of equal values. For 8 rows of
-        # 1000 classes a stable sort takes 0.3 ms, this 0.02 ms (torch 2.14).
-        found = probabilities.topk(min(max(wanted, default=0) + 1, count), dim=1)
-        values, order = found.values.tolist(), found.indices.tolist()
-        outcomes: list[Outcome] = []
-        for number, (best, indices, k) in enumerate(zip(values, order, wanted, strict=True)):
-            if not finite[number]:
-                outcomes.append(_NOT_FINITE)
-                continue
-            if len(set(best)) < len(best):
-                row = probabilities[number].sort(descending=True, stable=True)
-                best, indices = row.values.tolist(), row.indices.tolist()  # noqa: PLW2901
-            classes = self.card.classes
-            outcomes.append([Label(classes[i], i, value) for value, i in zip(best[:k], indices[:k], strict=True)])
-        return outcomes
-
     def _facts(self) -> dict[str, str]:
         shape = self.card.preprocessing.shape
         return {
             "name": self.card.name,
             "model": self.card.model,
+            "task": self.card.task,
             "execution": self.execution_name,
             "device": str(self.device),
             "input": " × ".join(map(str, shape)),
@@ -297,6 +257,7 @@ class Predictor(Described):
         return {
             "artifact": card.name,
             "model": card.model,
+            "task": card.task,
             "format": card.format,
             "precision": card.precision,
             "execution": self.execution_name,
@@ -308,8 +269,7 @@ class Predictor(Described):
             "max_batch": self.max_batch,
             "input": {"shape": list(card.preprocessing.shape), "dtype": card.input_dtype},
             "outputs": list(card.outputs),
-            "classes": len(card.classes),
-            "probabilities": card.probabilities,
+            **self.task.described(),
             "content": card.content,
             # Accuracy was measured with the runtime's own decoder. Others return other pixels.
             "accuracy": self.accuracy if self.decoder is None else None,

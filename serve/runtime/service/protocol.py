@@ -1,17 +1,14 @@
 """The endpoint's format: request bodies to images, outcomes to JSON.
 
-It knows the formats and no server. A server passes the decoded parameters of a request, and sends the returned status
-and body.
+It knows the formats, and no server or task. A server passes the decoded parameters of a request, and sends the returned
+status and body. The artifact's task parses its own parameters and writes the answer to an image.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import functools
 import json
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import Refusal, RequestError
 
 if TYPE_CHECKING:  # it imports torch, which a process that only parses need not load
-    from .predictor import Outcome
+    from ..card.serving import Serving
+    from ..tasks.base import Outcome, Task
 
 #: Names of the parameter with an image or a JSON document, in order of preference.
 BODY_NAMES = ("data", "body")
@@ -36,39 +34,39 @@ _BLANKS = b" \t\n\r\v\f"
 
 @dataclass(frozen=True)
 class Request:
-    """One request: its images in order, the number of classes for each, and the form of the answer.
+    """One request: its images in order, the options that its task has parsed, and the form of the answer.
 
     ``images`` has a refusal in place of an instance without an image. ``listed`` is true for a request with
-    ``instances``, which is answered with ``predictions``. A single image is answered with its classes.
+    ``instances``, which is answered with ``predictions``. A single image is answered with the task's answer alone.
     """
 
     images: tuple[bytes | Refusal, ...]
-    k: int
+    options: Any
     listed: bool
 
 
 def parse(
-    parameters: Mapping[str, Any], *, says_json: bool, request_type: str, default_k: int, instance_limit: int
+    parameters: Mapping[str, Any], task: Task, serving: Serving, *, says_json: bool, request_type: str
 ) -> Request:
     """Parse one request.
 
     Args:
         parameters: query parameters, multipart fields and the body, by name. Values are bytes, text, or JSON that the
             server has decoded already.
+        task: the artifact's task.
+        serving: the serving settings: defaults of the task's options, and the most images in one request.
         says_json: whether the body was sent as ``application/json``.
         request_type: the request's content type in lower case. Empty if there was none.
-        default_k: number of classes in an answer if the request does not say.
-        instance_limit: most images in one request.
 
     Raises:
-        RequestError: ``k``, the JSON document or the number of instances is wrong, or there is no body.
+        RequestError: a parameter, the JSON document or the number of instances is wrong, or there is no body.
     """
-    k = parse_k(parameters["k"]) if "k" in parameters else default_k
+    options = task.options(parameters, serving)
     if all(name in parameters for name in BODY_NAMES):
         raise two_images()
     body = next((parameters[name] for name in BODY_NAMES if name in parameters), None)
     if body is None:
-        others = sorted(set(parameters) - {"k"})
+        others = sorted(set(parameters).difference(task.parameters))
         found = f" (found: {', '.join(others)[:80]})" if others else ""
         if not request_type or request_type.startswith("application/x-www-form-urlencoded"):
             came = f"as {request_type[:60]}" if request_type else "without a content type"
@@ -84,9 +82,9 @@ def parse(
             raise RequestError(f"the body is text with an unpaired surrogate at character {error.start}") from None
     if isinstance(body, bytes | bytearray):
         if not says_json and not looks_like_json(body):
-            return Request((bytes(body),), k, listed=False)
+            return Request((bytes(body),), options, listed=False)
         body = read_json(bytes(body))
-    return Request(_instances(body, instance_limit), k, listed=True)
+    return Request(_instances(body, serving.instance_limit), options, listed=True)
 
 
 def two_images() -> RequestError:
@@ -128,41 +126,29 @@ def read_base64(text: str) -> bytes:
     return base64.b64decode(text.encode().translate(None, _BLANKS), validate=True)
 
 
-def parse_k(value: object) -> int:
-    """Parse the number of classes.
-
-    Raises:
-        RequestError: the value is not a whole number from 1, or has more than nine digits.
-    """
-    text = bytes(value).decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
-        raise RequestError(f"k must be a whole number from 1 to 999999999, got {text[:40]!r}")
-    return int(text)
-
-
-def answer(request: Request, outcomes: Sequence[Outcome]) -> tuple[int, bytes]:
+def answer(task: Task, request: Request, outcomes: Sequence[Outcome]) -> tuple[int, bytes]:
     """Return HTTP status and JSON body for a request whose images had these outcomes, in order.
 
-    One image: the list of its classes, best first, or ``{"error": …}`` with the refusal's own status. Instances:
-    ``{"predictions": [list or {"error": …}, …]}`` with status 200. If every instance was refused, the status is that of
-    the first refusal. The body is always valid JSON (RFC 8259), in ASCII.
+    One image: the task's answer, or ``{"error": …}`` with the refusal's own status. Instances:
+    ``{"predictions": [answer or {"error": …}, …]}`` with status 200. If every instance was refused, the status is that
+    of the first refusal. The body is always valid JSON (RFC 8259), in ASCII.
 
     Raises:
-        ValueError: a probability is not a finite number.
+        ValueError: a number of an answer is not finite.
     """
-    bodies = [_body(outcome) for outcome in outcomes]
+    bodies = [_error(outcome) if isinstance(outcome, Refusal) else task.json(outcome) for outcome in outcomes]
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     if not request.listed:
         return (refusals[0].status if refusals else 200), bodies[0].encode("ascii")
     status, opening = 200, "{"
     if len(refusals) == len(outcomes):
-        status, opening = refusals[0].status, f"{_body(refusals[0])[:-1]}, "
+        status, opening = refusals[0].status, f"{_error(refusals[0])[:-1]}, "
     return status, f'{opening}"predictions": [{", ".join(bodies)}]}}'.encode("ascii")
 
 
 def refuse(refusal: Refusal) -> tuple[int, bytes]:
     """Return HTTP status and JSON body for a refusal."""
-    return refusal.status, _body(refusal).encode("ascii")
+    return refusal.status, _error(refusal).encode("ascii")
 
 
 def _instances(document: object, limit: int) -> tuple[bytes | Refusal, ...]:
@@ -200,20 +186,6 @@ def _image(instance: object, index: int) -> bytes | Refusal:
         return Refusal(400, f"instance {index}: {found[0]!r} is not valid base64 ({error})")
 
 
-def _body(outcome: Outcome) -> str:
-    if isinstance(outcome, Refusal):
-        # A quoted part may have unpaired surrogates. In JSON they would not be Unicode text (RFC 8259, 8.2).
-        return json.dumps({"error": outcome.message.encode("utf-8", "replace").decode()})
-    return f"[{', '.join(_label_json(label.label, label.index) + _number(label.probability) for label in outcome)}]"
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _label_json(label: str, index: int) -> str:
-    """Return the JSON of a class up to its probability. It is the same in all answers, so it is cached."""
-    return f'{{"label": {json.dumps(label)}, "index": {index}, "probability": '
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        raise ValueError(f"a probability must be a finite number, got {value}")
-    return f"{value!r}}}"
+def _error(refusal: Refusal) -> str:
+    # A quoted part may have unpaired surrogates. In JSON they would not be Unicode text (RFC 8259, 8.2).
+    return json.dumps({"error": refusal.message.encode("utf-8", "replace").decode()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from ..card.known_answer import KnownAnswer
@@ -26,12 +27,13 @@ def check_known(service: Service, known: KnownAnswer, where: Path) -> str:
     Raises:
         CardError: the answer is another one. The message names ``where``.
     """
-    classes = len(service.predictor.card.classes)
-    answered = service.submit(Request((known.image,), k=classes, listed=False)).result(timeout=_ANSWER_S)
-    outcome = answered.outcomes[0]
+    task = service.predictor.task
+    request = Request((known.image,), task.options(task.complete), listed=False)
+    outcome = service.submit(request).result(timeout=_ANSWER_S).outcomes[0]
     if isinstance(outcome, Refusal):
         raise CardError(f"{where}: the server refused its known image: {outcome.message}")
     try:
-        return known.seen_in({label.index: label.probability for label in outcome})
+        task.check_known(known)
+        return task.seen(known.facts, json.loads(task.json(outcome)), known.execution)
     except CardError as error:
         raise CardError(f"{where}: {error}") from None

@@ -354,7 +354,8 @@ class Service:
                 alive.append(ready)
         if not alive:
             return
-        found = self.predictor.classify([ready.image for ready in alive], [ready.work.request.k for ready in alive])
+        options = [ready.work.request.options for ready in alive]
+        found = self.predictor.compute([ready.image for ready in alive], options)
         done: list[PendingRequest] = []
         if len(alive) == 1 and found.infer < self.here_s < math.inf:
             self.here_s = found.infer  # the machine may be busy while a model is opened

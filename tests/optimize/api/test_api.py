@@ -238,7 +238,13 @@ def test_what_is_no_image_is_refused_in_one_line_that_says_what_is(quantized: op
 def test_a_number_of_classes_that_is_none_is_refused_in_one_line(quantized: opt.Variant, k: Any) -> None:
     with pytest.raises(opt.UserError) as caught:
         quantized.predict(Image.new("RGB", (8, 8)), k=k)
-    assert str(caught.value) == f"k: must be a whole number of at least 1 (it is {k!r})"
+    assert str(caught.value) == f"k must be a whole number from 1 to 999999999, got {str(k)!r}"
+
+
+def test_a_parameter_that_the_task_does_not_have_is_named(quantized: opt.Variant) -> None:
+    with pytest.raises(opt.UserError) as caught:
+        quantized.predict(Image.new("RGB", (8, 8)), top=3)
+    assert str(caught.value) == "top: classification has no such parameter (it has k)"
 
 
 #: Of a small network on digits: what a float module costs in int8, and what a search for precisions found.

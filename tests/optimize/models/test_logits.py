@@ -23,9 +23,8 @@ from optimize.tasks.classification import CLASSIFICATION
 from optimize.tracing.trace import trace
 from serve.runtime.card.card import Card, Preprocessing, read_card
 from serve.runtime.card.json_documents import sealed
-from serve.runtime.card.known_answer import KnownAnswer, parse_known
 from serve.runtime.errors import Refusal, UserError
-from serve.runtime.service.predictor import probabilities_of
+from serve.runtime.tasks.classification import KnownLogits, probabilities_of
 from tests.narrow import layer
 from tests.programs import Programs
 
@@ -264,7 +263,7 @@ def test_the_loss_of_a_sigmoid_is_each_class_s_own():
 
 
 def test_a_known_answer_of_a_sigmoid_is_compared_as_one():
-    known = KnownAnswer(b"x", (2.0, -3.0), "torch-cpu", probabilities="sigmoid")
+    known = KnownLogits((2.0, -3.0), probabilities="sigmoid")
     assert known.difference([1 / (1 + math.exp(-2)), 1 / (1 + math.exp(3))]) == pytest.approx(0, abs=1e-9)
     assert known.difference([0.99, 0.01]) > known.difference([0.88, 0.05])
 
@@ -296,8 +295,8 @@ def test_what_the_network_says_is_what_every_artifact_serves(tmp_path: Path, end
         card = variant.artifact.card
         assert card.probabilities == ("softmax" if isinstance(end, nn.Softmax) else "sigmoid")
         predictor = variant.predictor()
-        assert torch.allclose(predictor.probabilities(pixels), expected, atol=1e-4)
-        found = predictor.classify(list(pixels), [10] * 6).outcomes
+        assert torch.allclose(probabilities_of(predictor.logits(pixels), card.probabilities), expected, atol=1e-4)
+        found = predictor.compute(list(pixels), [10] * 6).outcomes
         for row, outcome in zip(expected, found, strict=True):
             assert not isinstance(outcome, Refusal)
             assert {label.index: label.probability for label in outcome} == pytest.approx(
@@ -305,21 +304,20 @@ def test_what_the_network_says_is_what_every_artifact_serves(tmp_path: Path, end
             )
     assert quantized.artifact.card.probabilities == base.artifact.card.probabilities
     with torch.no_grad():
-        assert torch.allclose(quantized.predictor().probabilities(pixels), expected, atol=0.1)
+        given = probabilities_of(quantized.predictor().logits(pixels), quantized.artifact.card.probabilities)
+        assert torch.allclose(given, expected, atol=0.1)
     assert any("the network ends in a" in note for note in base.artifact.card.notes)
 
 
-def test_a_card_and_a_known_answer_of_before_mean_a_softmax(tmp_path: Path):
-    card = read_card(write_example(tmp_path))
-    assert (card.probabilities, parse_known(KNOWN, tmp_path).probabilities) == ("softmax", "softmax")
-
-
-KNOWN = '{"execution": "torch-cpu", "image": "eA==", "logits": [1.0, 2.0], "schema": 1, "tolerance": 0.1}'
+def test_a_card_and_a_known_answer_that_do_not_say_mean_a_softmax(tmp_path: Path):
+    assert read_card(write_example(tmp_path)).probabilities == "softmax"
+    assert KnownLogits.parsed({"logits": [1.0, 2.0]}).probabilities == "softmax"
 
 
 def write_example(folder: Path) -> Path:
     card = Card(
-        "a", "b", "torchscript", "m", "float32", "float32", "any", Preprocessing(8, (8, 8)), ("x",), {"m": "0" * 64}
+        *("a", "b", "classification", "torchscript", "m", "float32", "float32", "any"),
+        *(Preprocessing(8, (8, 8)), ("x",), {"m": "0" * 64}),
     )
     body = dataclasses.asdict(card)
     del body["probabilities"]

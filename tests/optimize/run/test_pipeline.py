@@ -37,6 +37,7 @@ from serve.runtime.card.known_answer import KNOWN_FILE, read_known
 from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.model_files.program_file import load_program
 from serve.runtime.service.predictor import Predictor
+from serve.runtime.tasks.classification import KnownLogits
 from tests.narrow import encoded
 from tests.optimize.runs_fixtures import (
     RECIPE,
@@ -266,11 +267,12 @@ def test_every_archive_knows_what_its_best_pair_answered_to_the_sample_image(tin
         best = row.best
         assert best is not None
         predictor = Predictor(path_of(row).parent, best.execution)
-        (answer,) = predictor.predict([known.image], len(known.logits))
+        logits = KnownLogits.parsed(known.facts)
+        (answer,) = predictor.predict([known.image], len(logits.logits))
         assert isinstance(answer, list)
         in_order = [label.probability for label in sorted(answer, key=lambda label: label.index)]
-        assert known.difference(in_order) <= known.allowed
-        assert known.difference(in_order[1:] + in_order[:1]) > known.allowed
+        assert logits.difference(in_order) <= logits.allowed
+        assert logits.difference(in_order[1:] + in_order[:1]) > logits.allowed
     assert len(measured) > 1
 
 

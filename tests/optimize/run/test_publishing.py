@@ -25,6 +25,7 @@ __all__ = ["copied_store", "tiny_run"]  # fixtures
 ONNX = Card(
     name="onnx",
     model="toynet",
+    task="classification",
     format="onnx",
     file="model.onnx",
     precision="float32",

@@ -81,9 +81,9 @@ def test_served_answers_equal_those_of_the_artifacts_in_process(tiny_run: TinyRu
             predictor = Predictor(folder / "artifacts" / name, serving.executions[0])
             for image in images:
                 # One at a time, as it is sent: dynamic quantization takes its scale from the batch.
-                (labels,) = predictor.predict([image], k=10)
+                (labels,) = predictor.predict([image], 10)
                 assert isinstance(labels, list)
-                answer = client.predict(f"tiny-{name}", image, k=10)
+                answer = client.predict(f"tiny-{name}", image, headers={"X-Top-K": "10"})
                 assert answer[0]["index"] == labels[0].index
                 found = {entry["index"]: entry["probability"] for entry in answer}
                 assert found == pytest.approx({label.index: label.probability for label in labels}, abs=1e-4)
@@ -98,7 +98,7 @@ def test_a_run_that_is_made_again_while_it_is_served_touches_nothing_that_is_ser
     models = ("tiny-fuse", "tiny-onnx")
     image = (folder / "sample.png").read_bytes()
     with served.running.client(store) as client:
-        before = {model: client.predict(model, image, k=10) for model in models}
+        before = {model: client.predict(model, image, headers={"X-Top-K": "10"}) for model in models}
         outcome, _ = run_recipe(store, with_stages({"pass": "fuse", "config": {"tolerance": 0.01}}))
         assert outcome.failed == ()
         left = {path.name for path in (folder / "archives").glob("*.mar")}
@@ -125,7 +125,7 @@ def answered(client: Client, model: str, image: bytes) -> list[dict[str, Any]]:
     deadline = time.monotonic() + 120
     while True:
         try:
-            return client.predict(model, image, k=10)
+            return client.predict(model, image, headers={"X-Top-K": "10"})
         except PipelineError:
             if time.monotonic() > deadline:
                 raise

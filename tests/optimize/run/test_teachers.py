@@ -148,6 +148,7 @@ def test_a_graph_that_takes_pixels_is_given_those_that_the_images_were():
     card = Card(
         name="onnx",
         model="test",
+        task="classification",
         format="onnx",
         file="model.onnx",
         precision="float32",

@@ -197,6 +197,7 @@ def test_what_is_no_json_cannot_be_an_input() -> None:
 HELD = Card(
     name="ptq",
     model="resnet18",
+    task="classification",
     format="torchscript",
     file="model.pt",
     precision="int8",
@@ -211,6 +212,7 @@ HELD = Card(
 OTHER: dict[str, Any] = {
     "name": "int8",
     "model": "mine",
+    "task": "other",
     "format": "onnx",
     "file": "model.onnx",
     "precision": "float32",

@@ -1,9 +1,7 @@
-"""The tasks of the registry, one added from outside, and that nothing else names a task."""
+"""The tasks of the registry, and one that is added from outside."""
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +13,6 @@ from optimize.tasks import base
 from optimize.tasks.base import Metric, find_task, joined_evidence, rows_of
 from optimize.tasks.classification import CLASSIFICATION, Classification
 from serve.runtime.errors import UserError
-
-ROOT = Path(__file__).parents[3]
-#: Data say which task is theirs.
-_NAMING = ("optimize/tasks/", "optimize/data/formats/", "optimize/data/from_python.py")
 
 
 def evidence(count: int, seed: int) -> dict[str, torch.Tensor]:
@@ -85,21 +79,3 @@ def test_a_task_from_outside_is_registered_by_its_name() -> None:
     finally:
         base._REGISTRY._entries.pop("other-for-this-test")
         base._REGISTRY._homes.pop("other-for-this-test")
-
-
-def test_nothing_of_the_optimizer_names_a_task_but_the_tasks_and_the_data() -> None:
-    names = set(base._REGISTRY.all())
-    found = []
-    for path in sorted((ROOT / "optimize").rglob("*.py")):
-        place = path.relative_to(ROOT).as_posix()
-        if place.startswith(_NAMING):
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            named = isinstance(node, ast.Constant) and node.value in names
-            if named or any(
-                module.startswith("optimize.tasks.") and module != "optimize.tasks.base" for module in modules
-            ):
-                found.append(f"{place}:{getattr(node, 'lineno', 0)}")
-    assert not found

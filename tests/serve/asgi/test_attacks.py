@@ -199,7 +199,7 @@ def test_no_bomb_costs_more_where_a_decoder_lies_beside_the_engine(tmp_path: Pat
     with served.service as service:
         for name, bomb in bombs.each():
             begun = time.process_time()
-            answered = service.submit(Request((bomb, GOOD), k=1, listed=True)).result(timeout=30)
+            answered = service.submit(Request((bomb, GOOD), 1, listed=True)).result(timeout=30)
             refused, label = answered.outcomes
             assert isinstance(refused, Refusal), name
             assert 400 <= refused.status < 500, (name, refused)

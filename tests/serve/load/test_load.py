@@ -24,23 +24,28 @@ from serve.load.generator_process import measure
 from serve.load.histogram import Histogram, merged
 from serve.load.http_connection import stages
 from serve.load.plan import Plan, Result, Target
-from serve.load.workload import Item, Known, Workload, instances, tell_apart
+from serve.load.workload import Item, Known, Workload, instances
 from serve.runtime.errors import UserError
 
 #: What a server of a test does with a body: status, answer, extra headers; None closes the connection.
 Reply = tuple[int, bytes, dict[str, str]] | None
 
-ITEMS = (
-    Item("one", b"1" * 100_000, known=(Known((0.7, 0.2, 0.1)),)),
-    Item("two", b"2" * 300, known=(Known((0.1, 0.8, 0.1)),)),
-    Item("bad", b"3", known=(Known(status=415),)),
-)
-WORKLOAD = Workload(ITEMS)
-
 
 def classes(*probabilities: float) -> bytes:
     best = sorted(enumerate(probabilities), key=lambda pair: -pair[1])
     return json.dumps([{"index": index, "label": str(index), "probability": value} for index, value in best]).encode()
+
+
+def known(*probabilities: float) -> Known:
+    return Known(json.loads(classes(*probabilities)))
+
+
+ITEMS = (
+    Item("one", b"1" * 100_000, known=(known(0.7, 0.2, 0.1),)),
+    Item("two", b"2" * 300, known=(known(0.1, 0.8, 0.1),)),
+    Item("bad", b"3", known=(Known(status=415),)),
+)
+WORKLOAD = Workload(ITEMS, "classification")
 
 
 RIGHT: dict[bytes, tuple[int, bytes]] = {
@@ -192,7 +197,9 @@ def test_when_requests_are_due_depends_on_the_seed_alone_and_none_is_left_out_at
     for seed, clients, items in ((1, 1, ITEMS), (1, 4, ITEMS[:1]), (2, 4, ITEMS)):
         asked.clear()
         with server(answer) as target:
-            found = generate(Plan(target, clients, rate=300, seconds=0.2, warm_s=0, seed=seed), Workload(items))
+            found = generate(
+                Plan(target, clients, rate=300, seconds=0.2, warm_s=0, seed=seed), Workload(items, "classification")
+            )
         assert found.good == len(asked) == len(due(300, 0.2, seed))
 
 
@@ -263,7 +270,9 @@ def test_what_goes_wrong_is_told_apart(reply: Callable[[bytes], Reply], verdict:
     with server(reply) as target:
         # Only where nothing comes must it be given up soon; elsewhere a busy machine must not make an answer late.
         timeout_s = 0.5 if verdict == "lost" else 30
-        found = generate(Plan(target, 2, seconds=0.2, warm_s=0, timeout_s=timeout_s), Workload(ITEMS[:2]))
+        found = generate(
+            Plan(target, 2, seconds=0.2, warm_s=0, timeout_s=timeout_s), Workload(ITEMS[:2], "classification")
+        )
     assert set(found.counts) - {verdict} <= {"answered"}
     assert found.counts[verdict] > 0
     if verdict != "rejected":
@@ -297,7 +306,9 @@ def test_a_process_of_its_own_finds_the_same_and_tells_its_processor_time(tmp_pa
 
 
 def test_a_workload_is_read_back_as_it_was(tmp_path: Path) -> None:
-    kept = Workload((*ITEMS, instances("all", ITEMS, weight=0.5), Item("echo", b"\xff", exact=b"\x00")), 0.3)
+    kept = Workload(
+        (*ITEMS, instances("all", ITEMS, weight=0.5), Item("echo", b"\xff", exact=b"\x00")), "classification", 0.3
+    )
     assert Workload.load(kept.save(tmp_path)) == kept
 
 
@@ -305,7 +316,7 @@ def test_instances_are_compared_one_by_one_in_order() -> None:
     item = instances("all", ITEMS)
     assert json.loads(item.body)["instances"][2] == {"b64": "Mw=="}
     one, two, bad = (json.loads(RIGHT[body][1]) for body in (b"1", b"2", b"3"))
-    check = Checker(0.02).check
+    check = Checker("classification", 0.02).check
 
     def answer(*predictions: object) -> bytes:
         return json.dumps({"predictions": predictions}).encode()
@@ -332,13 +343,13 @@ def test_instances_are_compared_one_by_one_in_order() -> None:
     ],
 )
 def test_an_answer_is_the_best_classes_within_the_tolerance(answer: bytes, right: bool) -> None:
-    assert (Checker(0.02).check(ITEMS[0], 200, answer)[0] == "answered") == right
+    assert (Checker("classification", 0.02).check(ITEMS[0], 200, answer)[0] == "answered") == right
 
 
 def test_images_that_answer_alike_are_named_and_can_be_left_out() -> None:
-    twin = Item("twin", b"4", known=(Known((0.68, 0.21, 0.11)),))
-    assert Workload((*ITEMS, twin)).confusable() == [("one", "twin")]
-    assert tell_apart([ITEMS[0], twin, ITEMS[1]], 0.02) == ITEMS[:2]
+    twin = Item("twin", b"4", known=(known(0.68, 0.21, 0.11),))
+    assert Workload((*ITEMS, twin), "classification").confusable() == [("one", "twin")]
+    assert Workload((ITEMS[0], twin, ITEMS[1]), "classification").told_apart().items == ITEMS[:2]
 
 
 @given(st.lists(st.floats(0.01, 1e5), min_size=1, max_size=200), st.floats(0.1, 100))

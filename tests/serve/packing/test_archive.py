@@ -75,7 +75,7 @@ def test_an_unpacked_archive_is_a_whole_artifact(folders: dict[str, Path], tmp_p
     card = load_card(tmp_path / "unpacked")
     assert card.files == {"model.pt": sha256_file(folders["script"] / "model.pt")}
     assert card == check_archive(path)
-    assert len(Predictor(tmp_path / "unpacked").predict([artifacts.jpeg()], k=2)[0]) == 2  # type: ignore[arg-type]
+    assert len(Predictor(tmp_path / "unpacked").predict([artifacts.jpeg()], 2)[0]) == 2  # type: ignore[arg-type]
 
 
 def test_onnx_weights_kept_beside_the_graph_travel(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_status_and_predict_speak_to_the_running_server(served: Served, tmp_path
     )
     answer = command("predict", image, "--store", served.store, "--model", name_of("onnx"), "--k", "2", "--json")
     assert answer.returncode == 0, answer.stderr
-    expected = served.client.predict(name_of("onnx"), artifacts.jpeg(1), k=2)
+    expected = served.client.predict(name_of("onnx"), artifacts.jpeg(1), headers={"X-Top-K": "2"})
     assert [e["label"] for e in json.loads(answer.stdout)] == [e["label"] for e in expected]
     image.write_bytes(b"no image")
     refused = invoked("predict", image, "--store", served.store)

@@ -38,7 +38,7 @@ class Stock:
 
     def expected(self, image: bytes) -> list[tuple[object, ...]]:
         """What the runtime answers in this process: label, index and probability, the best first."""
-        (labels,) = Predictor(self.artifact).predict([image], k=len(artifacts.CLASSES))
+        (labels,) = Predictor(self.artifact).predict([image], len(artifacts.CLASSES))
         assert isinstance(labels, list)
         return [(entry.label, entry.index, pytest.approx(entry.probability, abs=1e-4)) for entry in labels]
 

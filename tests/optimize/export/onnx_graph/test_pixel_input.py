@@ -212,7 +212,7 @@ def test_a_served_graph_of_pixels_says_so(graphs, pixels):
     predictor = Predictor(graphs["onnx-uint8"].folder)
     assert predictor.describe()["input"] == {"shape": [3, 16, 16], "dtype": "uint8"}
     expected = padded()(torch.from_numpy(normalised(pixels))).softmax(1)
-    torch.testing.assert_close(predictor.probabilities(pixels), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(predictor.logits(pixels).softmax(1), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_graph_of_another_normalisation_is_noticed(context, tmp_path):

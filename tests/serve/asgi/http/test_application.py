@@ -23,7 +23,7 @@ from serve.archive.verification import Policy
 from serve.asgi.http.application import CLIENT_GONE, Application
 from serve.asgi.http.call import Limits
 from serve.asgi.http.inference_call import InferenceCall
-from serve.asgi.http.messages import RefusedError, Response, answer_response
+from serve.asgi.http.messages import RefusedError
 from serve.asgi.http.served_models import Models, Served
 from serve.asgi.http.tokens import Tokens
 from serve.asgi.process.model_loader import load
@@ -32,7 +32,7 @@ from serve.asgi.protocols import kserve_v1, oip_rest, oip_routes, predictions
 from serve.common.options import ServingOptions
 from serve.runtime.service.observation import Observation
 from serve.runtime.service.predictor import Predictor
-from serve.runtime.service.protocol import Request
+from serve.runtime.service.protocol import Request, answer
 from serve.runtime.service.service import Service
 from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
@@ -353,17 +353,18 @@ def test_a_full_queue_is_told_at_once(served: Served, artifact: Path) -> None:
     assert asyncio.run(refused()) == [], "a timer keeps its images for as long as it has to answer"
 
 
-@pytest.mark.parametrize(("count", "k", "apart"), [(1, 5, False), (2, 5000, True)])
+@pytest.mark.parametrize(("count", "k", "apart"), [(1, 5, False), (2, 3, False), (2, 5, True), (2, 5000, True)])
 def test_a_long_answer_is_written_beside_the_event_loop(
     count: int, k: int, apart: bool, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[bool] = []
 
-    def noted(*given: Any) -> Response:
+    def noted(*given: Any) -> tuple[int, bytes]:
         threads.append(threading.current_thread() is threading.main_thread())
-        return answer_response(*given)
+        return answer(*given)
 
-    monkeypatch.setattr("serve.asgi.protocols.predictions.answer_response", noted)
+    monkeypatch.setattr("serve.asgi.http.messages.answer", noted)
+    monkeypatch.setattr("serve.asgi.http.messages._LONG_ANSWER", 6)
     body = instances(*[artifacts.jpeg(1)] * count)
     assert ask(application(served), "POST", f"/predictions/tiny?k={k}", body, JSON).status == 200
     assert threads == [not apart]

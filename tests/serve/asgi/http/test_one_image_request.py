@@ -20,10 +20,10 @@ from serve.asgi.http.server_settings import Settings
 from serve.runtime.errors import BrokenError, Refusal
 from serve.runtime.service.observation import Observation
 from serve.runtime.service.pending_request import Answered
-from serve.runtime.service.predictor import Label
 from serve.runtime.service.protocol import Request
 from serve.runtime.service.service import QueueFull
 from serve.runtime.service.stages import Stages
+from serve.runtime.tasks.classification import Label
 from tests.serve.stuck import Full, Streams, Stuck, read, settings, started, stuck_model
 
 PATH = b"/predictions/stuck"
@@ -141,7 +141,9 @@ def test_each_header_of_a_request_is_heeded(headers: tuple[bytes, ...], status: 
     found = seen(Answering(), sent(*headers))
     assert found.answers.startswith(b"HTTP/1.1 %d " % status)
     assert (found.told[0].status, found.told[0].refusals) == (status, kinds)
-    assert [asked.k for asked in found.service.requests] == ([3 if b"X-Top-K: 3" in headers else 5] * (status == 200))
+    assert [asked.options for asked in found.service.requests] == (
+        [3 if b"X-Top-K: 3" in headers else 5] * (status == 200)
+    )
 
 
 def test_the_very_bytes_are_classified_by_the_models_own_number_of_classes() -> None:

@@ -21,14 +21,18 @@ from PIL import Image
 from tritonclient.grpc._utils import _get_inference_request
 
 from serve.asgi.protocols import kserve_v1, oip, oip_grpc, oip_messages, oip_rest
+from serve.runtime.card.card import Preprocessing
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import Serving
 from serve.runtime.errors import Refusal, RequestError
-from serve.runtime.service.predictor import Label, Outcome
-from tests.serve.artifacts import CLASSES, jpeg
+from serve.runtime.tasks.base import Outcome
+from serve.runtime.tasks.classification import Label
+from tests.serve.artifacts import CLASSES, jpeg, task_of
 
-SIGNATURE = oip.Signature(
-    name="small", versions=("1.0",), format="onnx", classes=CLASSES, channels=3, k=2, instance_limit=8
-)
-GREY = oip.Signature(name="grey", versions=("1.0",), format="onnx", classes=CLASSES, channels=1, k=2, instance_limit=8)
+SERVING = Serving((Execution("onnxruntime"),), k=2, instance_limit=8)
+SIGNATURE = oip.Signature("small", ("1.0",), task_of(), SERVING)
+GREY = oip.Signature("grey", ("1.0",), task_of(preprocessing=Preprocessing(36, (32, 32), (0.5,), (0.5,))), SERVING)
+OUTPUTS = ("label", "index", "probability", "probabilities")
 JPEGS = [jpeg(seed) for seed in range(3)]
 
 
@@ -36,7 +40,7 @@ def answers(inference: oip.Inference) -> list[list[Label]]:
     """An answer for each image: the classes from the last one on, with probabilities that halve."""
     order = list(range(len(CLASSES)))[::-1]
     labels = [Label(CLASSES[index], index, 0.5 ** (place + 1)) for place, index in enumerate(order)]
-    return [labels[: inference.request.k] for _ in inference.request.images]
+    return [labels[: inference.request.options] for _ in inference.request.images]
 
 
 def triton_input(images: list[bytes], module: Any = triton_http) -> Any:
@@ -61,8 +65,8 @@ def test_tritons_client_sends_images_as_binary_data() -> None:
     inference = oip_rest.read(SIGNATURE, body, length)
     assert inference.request.images == tuple(JPEGS)
     assert (inference.id, inference.timeout_s) == ("seven", 0.25)
-    assert [output.name for output in inference.wanted] == list(oip.OUTPUTS)
-    assert inference.request.k == len(CLASSES)  # the probabilities of all are among the outputs
+    assert [output.name for output in inference.wanted] == list(OUTPUTS)
+    assert inference.request.options == len(CLASSES)  # the probabilities of all are among the outputs
 
 
 def test_many_inputs_with_binary_data_do_not_copy_what_is_behind_them() -> None:
@@ -80,7 +84,7 @@ def test_many_inputs_with_binary_data_do_not_copy_what_is_behind_them() -> None:
 
 
 def test_tritons_client_reads_every_output_binary_or_not() -> None:
-    wanted = [triton_http.InferRequestedOutput(name, binary_data=name != "index") for name in oip.OUTPUTS]
+    wanted = [triton_http.InferRequestedOutput(name, binary_data=name != "index") for name in OUTPUTS]
     body, length = triton_body([triton_input(JPEGS)], wanted)
     inference = oip_rest.read(SIGNATURE, body, length)
     answer = oip_rest.write(SIGNATURE, "1.0", inference, oip.write_outputs(SIGNATURE, inference, answers(inference)))
@@ -96,7 +100,7 @@ def test_an_answer_without_binary_data_is_json_alone() -> None:
     document = json.loads(body_of())
     document["outputs"] = [{"name": "index"}]
     inference = oip_rest.read(SIGNATURE, json.dumps(document).encode(), None)
-    assert inference.request.k == SIGNATURE.k  # nobody wants all of them
+    assert inference.request.options == SERVING.k  # nobody wants all of them
     answer = oip_rest.write(SIGNATURE, "1.0", inference, oip.write_outputs(SIGNATURE, inference, answers(inference)))
     assert answer.json_length is None
     assert json.loads(answer.body)["outputs"] == [
@@ -160,7 +164,7 @@ def test_tritons_grpc_client_is_read_and_answered() -> None:
     request = grpc_request(inputs=[triton_input(JPEGS, triton_grpc)], request_id="nine", parameters={"k": 3})
     inference = oip_grpc.read(SIGNATURE, request)
     assert inference.request.images == tuple(JPEGS)
-    assert inference.k == 3
+    assert inference.options == 3
     ours = oip_grpc.write(SIGNATURE, "1.0", inference, oip.write_outputs(SIGNATURE, inference, answers(inference)))
     result = triton_grpc.InferResult(triton_messages.ModelInferResponse.FromString(ours.SerializeToString()))
     assert result.get_response().id == "nine"
@@ -252,7 +256,7 @@ def test_what_a_tensor_gets_wrong_is_said_in_one_line(changes: dict[str, Any], s
         ({"outputs": [{"name": "index"}, {"name": "index"}]}, "requested twice"),
         ({"outputs": [{}]}, "must have a name"),
         ({"outputs": [{"name": "index", "parameters": {"binary_data": 1}}]}, "true or false"),
-        ({"outputs": [{"name": "index", "parameters": {"classification": 2}}]}, "with k"),
+        ({"outputs": [{"name": "index", "parameters": {"classification": 2}}]}, "by their names"),
         ({"parameters": {"k": 0}}, "k must be a whole number from 1"),
         ({"parameters": {"k": True}}, "k must be a whole number from 1"),
         ({"parameters": {"timeout": -1}}, "microseconds"),
@@ -346,9 +350,7 @@ DOCUMENTS = JSON | st.fixed_dictionaries(
         "id": st.text(max_size=4) | JSON,
         "inputs": st.lists(TENSORS, max_size=3) | JSON,
         "outputs": st.lists(
-            st.fixed_dictionaries(
-                {"name": st.sampled_from(list(oip.OUTPUTS)) | JSON}, optional={"parameters": PARAMETERS}
-            ),
+            st.fixed_dictionaries({"name": st.sampled_from(list(OUTPUTS)) | JSON}, optional={"parameters": PARAMETERS}),
             max_size=3,
         )
         | JSON,
@@ -459,10 +461,10 @@ def test_a_shape_of_a_million_numbers_is_refused_with_the_first_of_them() -> Non
 
 def test_version_1_reads_instances_whatever_their_content_type() -> None:
     body = json.dumps({"instances": [{"b64": base64.b64encode(image).decode()} for image in JPEGS]}).encode()
-    request = kserve_v1.read(body, {"k": "4"}, default_k=2, instance_limit=8)
-    assert (request.images, request.k, request.listed) == (tuple(JPEGS), 4, True)
+    request = kserve_v1.read(body, {"k": "4"}, SIGNATURE.task, SERVING)
+    assert (request.images, request.options, request.listed) == (tuple(JPEGS), 4, True)
     with pytest.raises(RequestError, match="not valid JSON"):
-        kserve_v1.read(JPEGS[0], {}, default_k=2, instance_limit=8)
+        kserve_v1.read(JPEGS[0], {}, SIGNATURE.task, SERVING)
 
 
 @pytest.mark.parametrize(

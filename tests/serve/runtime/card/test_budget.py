@@ -27,7 +27,8 @@ from serve.runtime.images.image_preprocessing import decode
 from serve.runtime.images.structure import plain_jpeg, plain_webp
 from serve.runtime.outputs import Outputs
 from serve.runtime.service.image_loading import Loaded, load_items
-from serve.runtime.service.predictor import Outcome, Predictor
+from serve.runtime.service.predictor import Predictor
+from serve.runtime.tasks.base import Outcome
 from tests.programs import Programs
 from tests.serve import artifacts
 from tests.serve.artifacts import jpeg

@@ -33,6 +33,7 @@ SHA = "0" * 64
 CARD = Card(
     name="onnx-int8",
     model="resnet18",
+    task="classification",
     format="onnx",
     file="model.onnx",
     precision="int8",
@@ -102,7 +103,7 @@ FAULTS: dict[str, list[Any]] = {
     "target": [8, True, [], "x" * 2000],
     "input_dtype": ["int8", None],
     "file": ["other.onnx", "../model.onnx", None, 3, []],
-    "classes": [[], "abc", [1], [None], {"0": "ant"}, ["\ud800"], 3, None],
+    "classes": ["abc", [1], [None], {"0": "ant"}, ["\ud800"], 3, None],
     "files": [{}, [], None, {"model.onnx": "0" * 63}, {"model.onnx": "Z" * 64}, {"model.onnx": None}],
     "packed": [{"../x": SHA}, {"/x": SHA}, {"a//b": SHA}, {"model.onnx": SHA}, {"x": 1}, []],
     "lineage": [3, {}, "x", [3], [{}], [{"name": 1, "operation": "x", "config": {}, "key": SHA}]],
@@ -110,7 +111,7 @@ FAULTS: dict[str, list[Any]] = {
     "versions": [{"torch": 2}, [], None],
     "machine": [[], None],
     "notes": ["note", [1], None, {}],
-    "schema": [0, 2, "1", True, 1.0, None],
+    "schema": [0, 1, "2", True, 2.0, None],
     "unknown": [1],
     "preprocessing": [None, [], 3, {}],
 }

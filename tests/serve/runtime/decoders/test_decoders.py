@@ -308,7 +308,9 @@ def test_known_answers_are_those_of_the_decoder_that_serves(artifact: Path, tmp_
     (labels,) = served.predictor.predict([image], 2)
     assert isinstance(labels, list)
     (known,) = known_answers(known_opened(artifact, served.serving), [image])
-    assert [known.probabilities[label.index] for label in labels] == [label.probability for label in labels]
+    assert [(entry["index"], entry["probability"]) for entry in known.answer[:2]] == [
+        (label.index, label.probability) for label in labels
+    ]
     (whole,) = known_answers(Predictor(artifact), [image])
     assert known != whole, "an image on which it makes a difference"
 

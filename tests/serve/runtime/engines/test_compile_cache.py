@@ -24,6 +24,7 @@ KEY = {"model": "abc", "torch": "2.14"}
 TENSORRT_CARD = Card(
     name="x",
     model="small",
+    task="classification",
     format="onnx",
     file="model.onnx",
     precision="int8",

@@ -59,9 +59,9 @@ def assert_same(answer: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_served_answers_equal_those_of_the_artifact_in_process(served: Served, kind: str) -> None:
     images = [jpeg(seed, (60 + 7 * seed, 45)) for seed in range(4)]
-    expected = Predictor(served.folders[kind]).predict(images, k=len(CLASSES))
+    expected = Predictor(served.folders[kind]).predict(images, len(CLASSES))
     for image, labels in zip(images, expected, strict=True):
-        answer = served.client.predict(name_of(kind), image, k=len(CLASSES))
+        answer = served.client.predict(name_of(kind), image, headers={"X-Top-K": str(len(CLASSES))})
         assert isinstance(labels, list)
         assert answer[0]["label"] == labels[0].label
         # Equal ones may change places: rows are compared class by class.
@@ -326,7 +326,7 @@ def test_its_start_told_how_far_it_was(served: Served) -> None:
 
 @pytest.mark.parametrize("k", [1, 2, len(CLASSES)])
 def test_k_by_query_parameter_gives_that_many_classes(served: Served, k: int) -> None:
-    assert len(served.client.predict(name_of("script"), jpeg(1), k=k)) == k
+    assert len(served.client.predict(name_of("script"), jpeg(1), headers={"X-Top-K": str(k)})) == k
     answer = httpx.post(
         f"http://{HOST}:{served.running.ports.inference}/invocations",
         params={"model_name": name_of("script"), "k": k},
@@ -360,13 +360,13 @@ def test_k_by_header_or_form_field_works_on_the_predictions_path(served: Served)
 
 
 def test_k_beyond_the_number_of_classes_gives_all_of_them(served: Served) -> None:
-    assert len(served.client.predict(name_of("script"), jpeg(1), k=1000)) == len(CLASSES)
+    assert len(served.client.predict(name_of("script"), jpeg(1), headers={"X-Top-K": "1000"})) == len(CLASSES)
 
 
 @pytest.mark.parametrize("k", ["0", "-1", "x", "True", "1.5", "", "9" * 30, "²"])
 def test_an_illegal_k_is_refused(served: Served, k: str) -> None:
     with pytest.raises(ServerError, match="k must be a whole number from 1") as caught:
-        served.client.predict(name_of("script"), jpeg(1), k=k)  # type: ignore[arg-type]
+        served.client.predict(name_of("script"), jpeg(1), headers={"X-Top-K": k})
     assert caught.value.status == 400
 
 
@@ -475,7 +475,8 @@ def test_an_engine_that_was_passed_over_is_told_by_describe_and_the_workers_log(
     assert passed.labels["Reason"] == " ".join(words)[:200].strip()
     assert "onnx: runs with onnxruntime (onnxruntime/CPUExecutionProvider, " in log
     assert_same(
-        served.client.predict(name_of("fallback"), jpeg(1)), served.client.predict(name_of("onnx"), jpeg(1), k=5)
+        served.client.predict(name_of("fallback"), jpeg(1)),
+        served.client.predict(name_of("onnx"), jpeg(1), headers={"X-Top-K": "5"}),
     )
 
 

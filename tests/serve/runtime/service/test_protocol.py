@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import Serving
 from serve.runtime.errors import Refusal, RequestError
-from serve.runtime.service.predictor import Label
-from serve.runtime.service.protocol import Request, answer, parse, parse_k, refuse
+from serve.runtime.service.protocol import Request, answer, parse, refuse
+from serve.runtime.tasks.classification import Label
+from tests.serve import artifacts
+
+TASK = artifacts.task_of()
+SERVING = Serving((Execution("onnxruntime"),), k=3, instance_limit=4)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -23,7 +29,7 @@ JSON = st.recursive(
 
 def read(parameters: dict[str, object], says_json: bool = False) -> Request | RequestError:
     try:
-        return parse(parameters, says_json=says_json, request_type="image/jpeg", default_k=3, instance_limit=4)
+        return parse(parameters, TASK, SERVING, says_json=says_json, request_type="image/jpeg")
     except RequestError as error:
         return error
 
@@ -34,7 +40,7 @@ def read_or_refused(got: Request | RequestError) -> None:
     else:
         assert 1 <= len(got.images) <= 4  # the limit
         assert all(isinstance(image, bytes | Refusal) for image in got.images)
-        assert got.k == 3
+        assert got.options == 3
 
 
 @given(JSON, st.booleans())
@@ -45,15 +51,6 @@ def test_any_json_is_read_or_refused(document: object, decoded: bool) -> None:
 @given(st.binary(max_size=60) | st.text(max_size=60), st.booleans(), st.sampled_from(("body", "data")))
 def test_any_body_is_read_or_refused(body: bytes | str, says_json: bool, name: str) -> None:
     read_or_refused(read({name: body}, says_json))
-
-
-@given(st.binary(max_size=12) | st.text(max_size=12) | st.integers() | st.none())
-def test_any_k_is_a_number_from_1_or_refused(value: object) -> None:
-    try:
-        k = parse_k(value)
-    except RequestError:
-        return
-    assert 1 <= k < 10**9
 
 
 def test_a_raw_image_is_passed_on_untouched_and_base64_may_be_wrapped() -> None:
@@ -112,7 +109,7 @@ ANT = {"label": "ant", "index": 0, "probability": 0.75}
 )
 def test_the_answer_has_the_form_of_the_request(listed: bool, outcomes: list, status: int, body: object) -> None:
     request = Request((b"",) * len(outcomes), 1, listed)
-    got, text = answer(request, outcomes)
+    got, text = answer(TASK, request, outcomes)
     assert (got, json.loads(text)) == (status, body)
 
 
@@ -127,7 +124,7 @@ def test_the_answer_has_the_form_of_the_request(listed: bool, outcomes: list, st
 )
 def test_every_answer_is_json_with_the_values_that_were_given(outcomes: list, listed: bool) -> None:
     outcomes = outcomes if listed else outcomes[:1]
-    _, text = answer(Request((b"",) * len(outcomes), 1, listed), outcomes)
+    _, text = answer(TASK, Request((b"",) * len(outcomes), 1, listed), outcomes)
     document = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     bodies = document["predictions"] if listed else [document]
     for body, outcome in zip(bodies, outcomes, strict=True):
@@ -139,7 +136,7 @@ def test_every_answer_is_json_with_the_values_that_were_given(outcomes: list, li
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_an_unpaired_surrogate_is_not_passed_on(listed: bool) -> None:
-    _, text = answer(Request((b"",), 1, listed), [Refusal(400, "no \ud800")])
+    _, text = answer(TASK, Request((b"",), 1, listed), [Refusal(400, "no \ud800")])
     assert "error" in json.loads(text)
     assert b"\\ud800" not in text
     assert refuse(Refusal(400, "no \ud800")) == (400, b'{"error": "no ?"}')
@@ -148,7 +145,7 @@ def test_an_unpaired_surrogate_is_not_passed_on(listed: bool) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_no_number_is_never_written_as_one(value: float) -> None:
     with pytest.raises(ValueError, match="finite"):
-        answer(Request((b"",), 1, listed=False), [[Label("ant", 0, value)]])
+        answer(TASK, Request((b"",), 1, listed=False), [[Label("ant", 0, value)]])
 
 
 @pytest.mark.parametrize(
@@ -166,7 +163,7 @@ def test_text_with_an_unpaired_surrogate_is_the_requests_own_fault(parameters: d
 def test_json_of_millions_of_values_is_refused_before_it_is_read(values: bytes) -> None:
     body = b'{"instances": [' + values * (6_000_000 // len(values)) + b"1]}"
     with pytest.raises(RequestError, match="more than 1048576 values") as caught:
-        parse({"body": body}, says_json=True, request_type="", default_k=1, instance_limit=64)
+        parse({"body": body}, TASK, SERVING, says_json=True, request_type="")
     assert caught.value.status == 413
 
 
@@ -174,7 +171,7 @@ def test_base64_of_nothing_but_blanks_takes_no_more_memory_than_it_has() -> None
     body = b'{"instances": [{"b64": "' + b"ab " * 1_000_000 + b'"}]}'
     tracemalloc.start()
     try:
-        parse({"body": body}, says_json=True, request_type="", default_k=1, instance_limit=64)
+        parse({"body": body}, TASK, SERVING, says_json=True, request_type="")
         assert tracemalloc.get_traced_memory()[1] < 4 * len(body)
     finally:
         tracemalloc.stop()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import subprocess
 import sys
 import threading
@@ -17,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from benchmarks.hostile import bombs
@@ -34,9 +30,10 @@ from serve.runtime.outputs import Outputs
 from serve.runtime.service.decoding import load
 from serve.runtime.service.image_loading import Loaded, load_items
 from serve.runtime.service.pending_request import Answered
-from serve.runtime.service.predictor import Outcome, Predictor
+from serve.runtime.service.predictor import Predictor
 from serve.runtime.service.protocol import Request
 from serve.runtime.service.service import QueueFull, Service, open_service
+from serve.runtime.tasks.base import Outcome
 from serve.torchserve.archive_builder import build_archive
 from tests.serve import artifacts
 from tests.serve.artifacts import jpeg
@@ -185,21 +182,6 @@ def test_every_answer_is_that_of_its_own_image_whoever_asks_beside_it(artifact: 
         )
 
 
-@given(
-    st.lists(st.tuples(st.lists(st.integers(-3, 3), min_size=5, max_size=5), st.integers(1, 9)), min_size=1, max_size=5)
-)
-def test_the_best_classes_come_first_and_equal_ones_by_index(artifact: Path, rows: list[tuple[list[int], int]]) -> None:
-    logits = torch.tensor([row for row, _ in rows], dtype=torch.float32)
-    found = ranking(artifact)._best(logits, [k for _, k in rows])
-    for (row, k), labels in zip(rows, found, strict=True):
-        assert isinstance(labels, list)
-        total = sum(math.exp(value) for value in row)
-        expected = sorted(range(5), key=lambda index: (-row[index], index))[:k]
-        assert [label.index for label in labels] == expected
-        assert [label.label for label in labels] == [artifacts.CLASSES[index] for index in expected]
-        assert [label.probability for label in labels] == pytest.approx([math.exp(row[i]) / total for i in expected])
-
-
 def test_threads_that_share_a_predictor_take_turns_at_its_engine_and_get_their_own_answers(artifact: Path) -> None:
     predictor = Predictor(artifact, max_batch=2)
     images = [jpeg(seed, (40 + seed, 45)) for seed in range(8)]
@@ -224,18 +206,6 @@ def test_threads_that_share_a_predictor_take_turns_at_its_engine_and_get_their_o
         assert isinstance(mine, list)
         assert isinstance(wanted, list)
         assert [label.index for label in mine] == [label.index for label in wanted]
-
-
-@functools.cache
-def ranking(artifact: Path) -> Predictor:
-    return Predictor(artifact)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_logits_that_are_no_numbers_are_an_error_of_their_image_alone(artifact: Path, value: float) -> None:
-    logits = torch.tensor([[1.0, 2, 3, 4, 5], [1, 2, value, 4, 5], [5, 4, 3, 2, 1]])
-    found = ranking(artifact)._best(logits, [1, 1, 1])
-    assert statuses(found) == [200, 500, 200]
 
 
 def test_a_lone_request_does_not_wait_for_others(artifact: Path) -> None:
