@@ -25,7 +25,7 @@ from serve.runtime.card.execution import Execution
 from serve.runtime.card.serving import SERVING_FILE, Serving
 from serve.runtime.decoders.base import CPU, Decoder, open_decoder
 from serve.runtime.engines.base import execution_id, unavailable
-from serve.runtime.errors import PipelineError, first_line
+from serve.runtime.errors import PipelineError, Refusal, first_line
 from serve.runtime.images.headers import read_header
 from serve.runtime.service.image_loading import load_items
 from serve.runtime.service.pending_request import Answered
@@ -147,9 +147,9 @@ def difference(files: Sequence[bytes], decoder: Decoder | None, preprocessing: P
     ]
     total, most, count = 0.0, 0, 0
     for own, found in zip(*images, strict=True):
-        if not (isinstance(own, torch.Tensor) and isinstance(found, torch.Tensor)):
+        if isinstance(own, Refusal) or isinstance(found, Refusal):
             raise PipelineError("an image of the benchmark was refused")
-        apart = (own.to(torch.int16) - found.cpu().to(torch.int16)).abs()
+        apart = (own.pixels.to(torch.int16) - found.pixels.cpu().to(torch.int16)).abs()
         total, most, count = total + float(apart.sum()), max(most, int(apart.max())), count + apart.numel()
     return Pixels(total / count, most)
 
@@ -175,7 +175,8 @@ class _InProcess:
 
         def answered(future: Future[Answered]) -> None:
             try:
-                done(*answer(self._task, request, future.result().outcomes))
+                reply = answer(self._task, request, future.result().outcomes)
+                done(reply.status, reply.body)
             except Exception as error:  # noqa: BLE001 - nobody else would hear of it
                 done(500, str(error).encode())
 

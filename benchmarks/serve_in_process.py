@@ -74,8 +74,8 @@ def _serial(folder: Path) -> Callable[[list[Item], int, float, _Tally], None]:
             number += 1
             request = _request(item, task, serving)
             images = [image for image in request.images if isinstance(image, bytes)]
-            status, body = answer(task, request, predictor.predict(images, request.options))
-            tally.take(item, begun, status, body, {})
+            reply = answer(task, request, predictor.predict(images, request.options))
+            tally.take(item, begun, reply.status, reply.body, {})
 
     return run
 
@@ -92,8 +92,8 @@ def _pipelined(folder: Path) -> Callable[[list[Item], int, float, _Tally], None]
 
             def done(future: Future[Answered]) -> None:
                 found = future.result()
-                status, body = answer(task, request, found.outcomes)
-                tally.take(item, begun, status, body, vars(found.stages))
+                reply = answer(task, request, found.outcomes)
+                tally.take(item, begun, reply.status, reply.body, vars(found.stages))
                 free.release()
 
             service.submit(request).add_done_callback(done)

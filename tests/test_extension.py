@@ -197,7 +197,7 @@ with open_service(folder, None) as service:
     print(check_known(service, read_known(folder), folder))
     task = service.predictor.task
     request = parse({"body": Path(sys.argv[2]).read_bytes()}, task, service.serving, says_json=False, request_type="")
-    status, body = answer(task, request, service.submit(request).result(60).outcomes)
+    status, body, _ = answer(task, request, service.submit(request).result(60).outcomes)
     print(status, body.decode())
 """
 

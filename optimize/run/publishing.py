@@ -21,12 +21,14 @@ from optimize.tasks.base import Task
 from serve.common import layout
 from serve.common.options import ServingOptions
 from serve.packing.pack import write_bill
-from serve.runtime.card.card import CARD_FILE, Card, write_card
+from serve.runtime.card.card import CARD_FILE, Card, Preprocessing, write_card
 from serve.runtime.card.evidence import Evidence
 from serve.runtime.card.execution import Execution
 from serve.runtime.card.known_answer import KNOWN_FILE, KnownAnswer
 from serve.runtime.card.serving import SERVING_FILE, Serving
 from serve.runtime.engines.base import chain_for, execution_id
+from serve.runtime.images.image_preprocessing import decode
+from serve.runtime.images.placement import Placement
 from serve.runtime.outputs import Outputs
 from serve.runtime.tasks.base import open_task
 from serve.torchserve import server
@@ -158,9 +160,15 @@ def known_answer(
     """
     for pair, _ in measured_pairs(row, recommended):
         if pair.id in first:
-            facts = open_task(card).known(first[pair.id])
+            facts = open_task(card).known(first[pair.id], _placement(sample, card.preprocessing))
             return KnownAnswer(sample, card.task, execution_id(pair.execution), facts)
     return None
+
+
+def _placement(sample: bytes, preprocessing: Preprocessing) -> Placement:
+    """Return how an encoded image lies on the network's input."""
+    height, width = decode(sample, preprocessing.channels, pixel_max=preprocessing.pixel_max).shape[-2:]
+    return Placement.of(height, width, preprocessing)
 
 
 def evidence_of(row: Row, task: Task) -> tuple[Evidence, ...]:

@@ -127,7 +127,7 @@ class ImageClassifierHandler:
         assume too little memory, and answer 507 for ever.
         """
         from serve.runtime.errors import BrokenError, Refusal
-        from serve.runtime.service.protocol import answer, refuse
+        from serve.runtime.service.protocol import Reply, answer, refuse
 
         begun = time.monotonic()
         entries = [self._parse(parameters, context, index) for index, parameters in enumerate(data)]
@@ -141,20 +141,20 @@ class ImageClassifierHandler:
         for index, entry in enumerate(entries):
             result: Answered | None = None
             if entry is None:
-                status, body = 200, json.dumps(self.describe_handle(), allow_nan=False).encode()
+                reply = Reply(200, json.dumps(self.describe_handle(), allow_nan=False).encode())
             elif isinstance(entry, Refusal):
-                status, body = refuse(entry)
+                reply = refuse(entry)
             else:
                 result = next(answers)
                 answered.append(result)
-                status, body = answer(self._opened().predictor.task, entry, result.outcomes)
+                reply = answer(self._opened().predictor.task, entry, result.outcomes)
                 # Without the time in TorchServe's own queue, which `Batches.groovy` adds.
                 context.set_response_header(index, "Server-Timing", result.stages.server_timing)
-            context.set_response_status(status, _PHRASES.get(status, ""), idx=index)
-            context.set_response_content_type(index, "application/json")
-            bodies.append(body)
+            context.set_response_status(reply.status, _PHRASES.get(reply.status, ""), idx=index)
+            context.set_response_content_type(index, reply.content_type)
+            bodies.append(reply.body)
             if self._log is not None:
-                self._log(_observation(context, index, entry, answered=result, status=status, begun=begun))
+                self._log(_observation(context, index, entry, answered=result, status=reply.status, begun=begun))
         refused = [_word(entry) for entry in entries if isinstance(entry, Refusal)]
         if self._metrics is not None and (answered or refused):
             self._metrics.add(answered, refused)

@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.hostile.pictures import encoded, picture
 from serve.runtime.card.card import Card, Device, Format, Preprocessing, sha256_file, write_card
 from serve.runtime.card.known_answer import KNOWN_FILE, KnownAnswer
-from serve.runtime.images.image_preprocessing import load
+from serve.runtime.images.image_preprocessing import decode, place
 from serve.runtime.model_files.program_file import save_program
 from serve.runtime.service.predictor import Predictor
 from serve.runtime.tasks.base import Task, open_task
@@ -102,7 +102,8 @@ def know(folder: Path, *, raised: float = 0.0) -> Path:
     """Write beside an artifact what it answers to an image, ``raised`` being added to the logit of its first class."""
     predictor = Predictor(folder)
     image = jpeg(4)
-    facts = predictor.task.known(predictor.outputs(load(image, predictor.card.preprocessing)[None]))
+    placed = place(decode(image, 3), predictor.card.preprocessing)
+    facts = predictor.task.known(predictor.outputs(placed.pixels[None]), placed.placement)
     facts["logits"][0] += raised
     known = KnownAnswer(image, "classification", predictor.execution_name, facts)
     (folder / KNOWN_FILE).write_text(known.text)

@@ -114,8 +114,9 @@ async def written(task: Task, request: Request, write: Callable[[], _T]) -> _T:
 
 async def written_answer(task: Task, request: Request, outcomes: Sequence[Outcome]) -> Response:
     """Return the results of a request's images, in the format of TorchServe's handler and KServe v1."""
-    status, body = await written(task, request, lambda: answer(task, request, outcomes))
-    return Response(status, body, headers=RETRY if status == 503 else ())
+    reply = await written(task, request, lambda: answer(task, request, outcomes))
+    headers = RETRY if reply.status == 503 else ()
+    return Response(reply.status, reply.body, reply.content_type, headers)
 
 
 def headers_of(response: Response) -> Headers:

@@ -103,13 +103,19 @@ class Inference:
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor of an answer. ``data`` is flat and row-major, with texts for ``BYTES``."""
+    """One tensor of an answer. ``data`` is flat and row-major, with texts for ``BYTES``, or an array of numbers."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
-    data: Sequence[Any]
+    data: Any
     binary: bool = False
+
+    @property
+    def values(self) -> list[Any]:
+        """``data`` as a list."""
+        found: list[Any] = self.data.tolist() if isinstance(self.data, np.ndarray) else self.data
+        return found
 
 
 def server_metadata(version: str) -> dict[str, Any]:

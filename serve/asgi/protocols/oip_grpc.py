@@ -27,7 +27,12 @@ from serve.runtime.card.fields import shown
 from serve.runtime.errors import RequestError
 from serve.runtime.service.protocol import MOST_VALUES
 
-_CONTENTS = {"BYTES": "bytes_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}
+_CONTENTS = {
+    "BYTES": "bytes_contents",
+    "INT64": "int64_contents",
+    "FP32": "fp32_contents",
+    "UINT8": "uint_contents",
+}
 
 #: Names of gRPC's status codes, by HTTP status.
 STATUSES: Mapping[int, str] = {
@@ -84,7 +89,7 @@ def write(signature: Signature, version: str, inference: Inference, outputs: Seq
         if output.binary:
             response.raw_output_contents.append(packed(output))
         else:
-            data = [str(text).encode() for text in output.data] if output.datatype == "BYTES" else output.data
+            data = [str(text).encode() for text in output.data] if output.datatype == "BYTES" else output.values
             getattr(entry.contents, _CONTENTS[output.datatype]).extend(data)
     return response
 

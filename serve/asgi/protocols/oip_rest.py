@@ -36,7 +36,7 @@ LENGTH_HEADER = "inference-header-content-length"
 
 _MOST_TENSORS = 16
 _DEPTH = 4  # of nested lists
-_NUMPY = {"INT64": "<i8", "FP32": "<f4"}
+_NUMPY = {"INT64": "<i8", "FP32": "<f4", "UINT8": "u1"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def write(signature: Signature, version: str, inference: Inference, outputs: Seq
             pieces.append(packed(output))
             entry["parameters"] = {"binary_data_size": len(pieces[-1])}
         else:
-            entry["data"] = output.data
+            entry["data"] = output.values
         document["outputs"].append(entry)
     header = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
     return Answer(b"".join([header, *pieces]), len(header) if pieces else None)

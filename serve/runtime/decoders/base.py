@@ -19,7 +19,8 @@ from ..card.card import Preprocessing
 from ..device.device_faults import device_answers, is_lost
 from ..errors import BrokenError, EngineError, UserError, did_you_mean, one_line
 from ..images.headers import Header
-from ..images.image_preprocessing import fit
+from ..images.image_preprocessing import place
+from ..images.placement import PlacedImage
 from ..images.structure import whole_jpeg
 from ..registry import Registry
 
@@ -53,8 +54,8 @@ class Decoder(Protocol):
 
     def load(
         self, items: Sequence[bytes], headers: Sequence[Header], preprocessing: Preprocessing
-    ) -> list[torch.Tensor | None]:
-        """Decode accepted images to ``uint8`` of ``preprocessing.shape``, each on the host or a device.
+    ) -> list[PlacedImage | None]:
+        """Decode accepted images and bring them to ``preprocessing.shape``, each on the host or a device.
 
         An image that could not be decoded is None.
 
@@ -177,17 +178,17 @@ class DeviceDecoder:
 
     def load(
         self, items: Sequence[bytes], headers: Sequence[Header], preprocessing: Preprocessing
-    ) -> list[torch.Tensor | None]:
+    ) -> list[PlacedImage | None]:
         """See `Decoder`."""
         whole = [index for index, item in enumerate(items) if whole_jpeg(item)]
-        fitted: list[torch.Tensor | None] = [None] * len(items)
+        fitted: list[PlacedImage | None] = [None] * len(items)
         if not whole:
             return fitted
         with self._turn, torch.inference_mode(), torch.cuda.stream(self._stream):  # None: the current stream
             try:
                 for index, image in zip(whole, self._decode_batch([items[index] for index in whole]), strict=True):
                     if image is not None and _matches_header(image, headers[index]):
-                        fitted[index] = fit(image, preprocessing)
+                        fitted[index] = place(image, preprocessing)
                 if self._stream is not None:
                     self._stream.synchronize()  # the engine reads the images on another stream
             except Exception as error:  # noqa: BLE001 - a library may raise anything; the CPU decides then

@@ -20,6 +20,7 @@ from ..images.headers import Header
 from ..images.image_preprocessing import ELONGATED, fit
 from ..images.lean_torchvision import InterpolationMode
 from ..images.lean_torchvision import functional as transforms
+from ..images.placement import PlacedImage, Placement
 from .base import TINY_JPEG, Decoder, DecoderType, check_tiny, register
 
 # Decoded images are at least this many times larger than needed, as with Pillow's `reducing_gap` of 2.0. Closer to 1
@@ -49,7 +50,7 @@ class ReducedDecoder:
 
     def load(
         self, items: Sequence[bytes], headers: Sequence[Header], preprocessing: Preprocessing
-    ) -> list[torch.Tensor | None]:
+    ) -> list[PlacedImage | None]:
         """See `Decoder`."""
         return [_load(item, preprocessing) for item in items]
 
@@ -60,7 +61,7 @@ def _times_needed(width: int, height: int, preprocessing: Preprocessing) -> floa
     return min(side / scaled for size in sizes for side, scaled in zip(size, preprocessing.scaled(*size), strict=True))
 
 
-def _load(item: bytes, preprocessing: Preprocessing) -> torch.Tensor | None:
+def _load(item: bytes, preprocessing: Preprocessing) -> PlacedImage | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -77,9 +78,10 @@ def _load(item: bytes, preprocessing: Preprocessing) -> torch.Tensor | None:
         width, height = whole
         decoded = torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
         # Computed from the full size. The scaled size is rounded, and a pixel more or less would move the crop.
-        size = list(preprocessing.scaled(height, width))
+        placement = Placement.of(height, width, preprocessing)
         how = InterpolationMode(preprocessing.interpolation)
-        return fit(transforms.resize(decoded, size, interpolation=how, antialias=True), preprocessing)
+        resized = transforms.resize(decoded, list(placement.scaled), interpolation=how, antialias=True)
+        return PlacedImage(fit(resized, preprocessing), placement)
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - the runtime's own decoder reports the fault
@@ -87,7 +89,8 @@ def _load(item: bytes, preprocessing: Preprocessing) -> torch.Tensor | None:
 
 
 def _open(device: torch.device) -> Decoder:
-    check_tiny(_load(TINY_JPEG, Preprocessing(resize=8, crop=(8, 8))))
+    tiny = _load(TINY_JPEG, Preprocessing(resize=8, crop=(8, 8)))
+    check_tiny(None if tiny is None else tiny.pixels)
     return ReducedDecoder()
 
 

@@ -20,7 +20,7 @@ from ..errors import ImageError
 from .headers import Header, faults_named, opened, read_header
 from .lean_torchvision import InterpolationMode, decode_jpeg, decode_webp
 from .lean_torchvision import functional as transforms
-from .placement import Placement
+from .placement import PlacedImage, Placement
 from .structure import plain_webp
 from .tiff_directories import check_exif
 
@@ -110,21 +110,14 @@ def fit(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
     An image that is more than `ELONGATED` times longer than wide is cropped before the resize. The result is within 2
     of 255 levels of a whole resize, which for 762x1 would make 50 megapixels.
     """
+    return place(image, preprocessing).pixels
+
+
+def place(image: torch.Tensor, preprocessing: Preprocessing) -> PlacedImage:
+    """Do what `fit` does, and return the image with its placement."""
     height, width = image.shape[-2:]
     placement = Placement.of(height, width, preprocessing)
-    if placement.scaled != placement.picture:
-        if isinstance(preprocessing.resize, int) and max(height, width) > ELONGATED * min(height, width):
-            # Pillow weighs colours by alpha, but torch resizes each channel alone.
-            parts = [channel[None] for channel in image] if len(image) in _WITH_ALPHA else [image]
-            image = torch.cat([_resize_middle(part, preprocessing, placement) for part in parts])
-        else:
-            mode = InterpolationMode(preprocessing.interpolation)
-            image = transforms.resize(image, list(placement.scaled), interpolation=mode, antialias=True)
-    if preprocessing.resize == LETTERBOX:
-        return _framed(image, placement)
-    if tuple(image.shape[-2:]) != preprocessing.crop:
-        image = transforms.center_crop(image, list(preprocessing.crop))
-    return image.contiguous()
+    return PlacedImage(_fitted(image, preprocessing, placement), placement)
 
 
 def load(
@@ -145,6 +138,23 @@ def normalise(
     std = torch.tensor(preprocessing.std, device=device).view(1, -1, 1, 1)
     mean = torch.tensor(preprocessing.mean, device=device).view(1, -1, 1, 1)
     return batch.mul_(1 / (255 * std)).sub_(mean / std).to(dtype)
+
+
+def _fitted(image: torch.Tensor, preprocessing: Preprocessing, placement: Placement) -> torch.Tensor:
+    height, width = placement.picture
+    if placement.scaled != placement.picture:
+        if isinstance(preprocessing.resize, int) and max(height, width) > ELONGATED * min(height, width):
+            # Pillow weighs colours by alpha, but torch resizes each channel alone.
+            parts = [channel[None] for channel in image] if len(image) in _WITH_ALPHA else [image]
+            image = torch.cat([_resize_middle(part, preprocessing, placement) for part in parts])
+        else:
+            mode = InterpolationMode(preprocessing.interpolation)
+            image = transforms.resize(image, list(placement.scaled), interpolation=mode, antialias=True)
+    if preprocessing.resize == LETTERBOX:
+        return _framed(image, placement)
+    if tuple(image.shape[-2:]) != preprocessing.crop:
+        image = transforms.center_crop(image, list(preprocessing.crop))
+    return image.contiguous()
 
 
 def _decode_webp(data: bytes, budget: Budget) -> torch.Tensor | None:

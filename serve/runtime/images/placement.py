@@ -8,6 +8,7 @@ centre.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -110,6 +111,13 @@ class Placement:
         """Return the resize's factors and the crop's offset, for x and y, as the points' type."""
         (height, width), (rows, columns), (top, left) = self.picture, self.scaled, self.first
         return points.new_tensor([columns / width, rows / height]), points.new_tensor([left, top])
+
+
+class PlacedImage(NamedTuple):
+    """A picture on the network's input: ``uint8`` pixels of its shape, on the host or a device, and its placement."""
+
+    pixels: torch.Tensor
+    placement: Placement
 
 
 def _pairs(points: torch.Tensor) -> torch.Tensor:

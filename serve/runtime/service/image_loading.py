@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from ..card.budget import Account, Backlog, Budget
 from ..card.card import Preprocessing
 from ..decoders.base import Decoder
 from ..errors import ImageError, Refusal
 from ..images.headers import Header, faults_named, read_header
-from ..images.image_preprocessing import decode, fit
+from ..images.image_preprocessing import decode, place
+from ..images.placement import PlacedImage
 
 #: A fault of the server, not of the image: under less load it would be answered.
 NO_MEMORY = Refusal(503, "the server does not have enough memory for the image now: try again later")
@@ -21,7 +20,7 @@ NO_MEMORY = Refusal(503, "the server does not have enough memory for the image n
 
 def load_within(
     items: Sequence[bytes], preprocessing: Preprocessing, budget: Budget, decoder: Decoder | None = None
-) -> Iterator[tuple[int, torch.Tensor | Refusal]]:
+) -> Iterator[tuple[int, PlacedImage | Refusal]]:
     """Load the encoded images of one request within ``budget``.
 
     Each image is decoded when the caller takes it. So no more of them are held than the caller keeps.
@@ -33,8 +32,8 @@ def load_within(
         decoder: decodes the images that it accepts. None: only the runtime's own decoder.
 
     Yields:
-        The index of an item, and its ``uint8`` image of shape ``preprocessing.shape`` or its refusal. Each item occurs
-        once, refused ones in any order.
+        The index of an item, and its image for the network or its refusal. Each item occurs once, refused ones in any
+        order.
     """
     account = Account(budget)
     headers: dict[int, Header] = {}
@@ -47,7 +46,7 @@ def load_within(
             headers[index] = header
     refusal = Backlog(budget).admit([header.pixels for header in headers.values()])
     for index, header in headers.items():
-        found: torch.Tensor | Refusal | None = refusal or account.late()
+        found: PlacedImage | Refusal | None = refusal or account.late()
         if found is None:
             with account.charged():
                 (loaded,) = load_items([items[index]], preprocessing, budget, [header], decoder)
@@ -57,12 +56,12 @@ def load_within(
 
 @dataclass(frozen=True)
 class Loaded:
-    """One loaded image, ``uint8`` of the network's input shape, or its refusal.
+    """One loaded image for the network, or its refusal.
 
     ``decode`` and ``fit`` are the seconds of each step.
     """
 
-    image: torch.Tensor | Refusal
+    image: PlacedImage | Refusal
     decode: float = 0.0
     fit: float = 0.0
 
@@ -113,9 +112,9 @@ def load_item(item: bytes, preprocessing: Preprocessing, budget: Budget, header:
         image = decode(item, preprocessing.channels, budget, header, preprocessing.pixel_max)
         decoded = time.perf_counter()
         with faults_named(budget):
-            image = fit(image, preprocessing)
+            placed = place(image, preprocessing)
     except ImageError as error:
         return Loaded(error.refusal, time.perf_counter() - started)
     except MemoryError:
         return Loaded(NO_MEMORY, time.perf_counter() - started)
-    return Loaded(image, decoded - started, time.perf_counter() - decoded)
+    return Loaded(placed, decoded - started, time.perf_counter() - decoded)

@@ -8,11 +8,10 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
-
 from ..card.budget import Account, Budget
 from ..errors import BrokenError, Refusal
 from ..images.headers import Header
+from ..images.placement import PlacedImage
 from ..tasks.base import Outcome
 from .protocol import Request
 from .stages import Stages
@@ -92,7 +91,7 @@ class ReadyImage:
 
     work: PendingRequest
     index: int
-    image: torch.Tensor
+    image: PlacedImage
 
 
 def refused(request: Request, refusal: Refusal) -> Answered:

@@ -24,6 +24,7 @@ from ..display import Described
 from ..engines.base import Engine, execution_id, find_engine, open_engine, preferred
 from ..errors import BrokenError, EngineError, Refusal, one_line
 from ..images.image_preprocessing import normalise
+from ..images.placement import PlacedImage, Placement
 from ..outputs import Outputs
 from ..tasks.base import Outcome, Task, open_task
 from .image_loading import NO_MEMORY, load_within
@@ -151,12 +152,13 @@ class Predictor(Described):
 
     def warm_up(self, batch_sizes: Iterable[int], repeats: int = 3) -> None:
         """Run every batch size a few times. TorchScript optimises on its second run, CUDA on its first."""
-        options = self.task.options({})
+        options, preprocessing = self.task.options({}), self.card.preprocessing
+        whole = Placement.of(*preprocessing.crop, preprocessing)
         for size in sorted(set(batch_sizes)):
             batch = torch.zeros((size, *self.card.preprocessing.shape), dtype=torch.uint8)
             for _ in range(repeats):
                 started = time.perf_counter()
-                self.task.answers(self.outputs(batch), [options] * size)
+                self.task.answers(self.outputs(batch), [options] * size, [whole] * size)
                 self.seconds[size] = min(time.perf_counter() - started, self.seconds.get(size, math.inf))
 
     def predict(self, items: Sequence[bytes], options: Any = None) -> list[Outcome]:
@@ -173,7 +175,7 @@ class Predictor(Described):
         """
         options = self.task.options({}) if options is None else options
         outcomes: list[Outcome] = [None] * len(items)
-        chunk: dict[int, torch.Tensor] = {}
+        chunk: dict[int, PlacedImage] = {}
 
         def answer_chunk() -> None:
             found = self.compute([*chunk.values()], [options] * len(chunk))
@@ -192,28 +194,30 @@ class Predictor(Described):
             answer_chunk()
         return outcomes
 
-    def compute(self, images: Sequence[torch.Tensor], options: Sequence[Any]) -> Computed:
+    def compute(self, images: Sequence[PlacedImage], options: Sequence[Any]) -> Computed:
         """Answer decoded images as one batch.
 
         If memory is too short, the batch is halved and tried again. The same happens if the engine fails otherwise, so
         that one image cannot fail its neighbours.
 
         Args:
-            images: ``uint8`` of the network's input shape, on the host or the engine's device. At least one.
+            images: on the host or the engine's device. At least one.
             options: the task's options for each image.
 
         Raises:
             BrokenError: the device is lost to this process.
         """
         started = time.perf_counter()
-        rows = self._rows(images)
+        rows = self._rows([image.pixels for image in images])
         inferred = time.perf_counter()
         outcomes: list[Outcome] = []
         for found in rows:
             if isinstance(found, Refusal):
                 outcomes.append(found)
             else:
-                outcomes += self.task.answers(found, options[len(outcomes) : len(outcomes) + len(found[0])])
+                part = slice(len(outcomes), len(outcomes) + len(found[0]))
+                placements = [image.placement for image in images[part]]
+                outcomes += self.task.answers(found, options[part], placements)
         return Computed(outcomes, inferred - started, time.perf_counter() - inferred)
 
     def _rows(self, images: Sequence[torch.Tensor]) -> list[Outputs | Refusal]:

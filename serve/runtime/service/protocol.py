@@ -11,7 +11,7 @@ import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import Refusal, RequestError
 
@@ -126,29 +126,37 @@ def read_base64(text: str) -> bytes:
     return base64.b64decode(text.encode().translate(None, _BLANKS), validate=True)
 
 
-def answer(task: Task, request: Request, outcomes: Sequence[Outcome]) -> tuple[int, bytes]:
-    """Return HTTP status and JSON body for a request whose images had these outcomes, in order.
+class Reply(NamedTuple):
+    """HTTP status, body and media type of a response."""
 
-    One image: the task's answer, or ``{"error": …}`` with the refusal's own status. Instances:
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+
+
+def answer(task: Task, request: Request, outcomes: Sequence[Outcome]) -> Reply:
+    """Return the response to a request whose images had these outcomes, in order.
+
+    One image: the task's answer, which need not be JSON, or ``{"error": …}`` with the refusal's own status. Instances:
     ``{"predictions": [answer or {"error": …}, …]}`` with status 200. If every instance was refused, the status is that
-    of the first refusal. The body is always valid JSON (RFC 8259), in ASCII.
+    of the first refusal. JSON is always valid (RFC 8259), in ASCII.
 
     Raises:
         ValueError: a number of an answer is not finite.
     """
-    bodies = [_error(outcome) if isinstance(outcome, Refusal) else task.json(outcome) for outcome in outcomes]
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     if not request.listed:
-        return (refusals[0].status if refusals else 200), bodies[0].encode("ascii")
+        return refuse(refusals[0]) if refusals else Reply(200, *task.body(outcomes[0]))
+    bodies = [_error(outcome) if isinstance(outcome, Refusal) else task.json(outcome) for outcome in outcomes]
     status, opening = 200, "{"
     if len(refusals) == len(outcomes):
         status, opening = refusals[0].status, f"{_error(refusals[0])[:-1]}, "
-    return status, f'{opening}"predictions": [{", ".join(bodies)}]}}'.encode("ascii")
+    return Reply(status, f'{opening}"predictions": [{", ".join(bodies)}]}}'.encode("ascii"))
 
 
-def refuse(refusal: Refusal) -> tuple[int, bytes]:
-    """Return HTTP status and JSON body for a refusal."""
-    return refusal.status, _error(refusal).encode("ascii")
+def refuse(refusal: Refusal) -> Reply:
+    """Return the response to a refused request."""
+    return Reply(refusal.status, _error(refusal).encode("ascii"))
 
 
 def _instances(document: object, limit: int) -> tuple[bytes | Refusal, ...]:

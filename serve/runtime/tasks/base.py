@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..card.card import Card
     from ..card.known_answer import KnownAnswer
     from ..card.serving import Serving
+    from ..images.placement import Placement
     from ..outputs import Outputs
 
 #: The outcome of one image: an answer, which only its task understands, or a refusal.
@@ -32,7 +33,7 @@ class TensorType:
     """One output tensor of the Open Inference Protocol.
 
     Attributes:
-        datatype: ``BYTES`` (texts), ``INT64`` or ``FP32``.
+        datatype: ``BYTES`` (texts), ``INT64``, ``FP32`` or ``UINT8``.
         shape: sizes behind the first, which is the number of images. -1: any size.
     """
 
@@ -116,12 +117,13 @@ class Task(ABC):
     # Answers.
 
     @abstractmethod
-    def answers(self, outputs: Outputs, options: Sequence[Any]) -> list[Outcome]:
+    def answers(self, outputs: Outputs, options: Sequence[Any], placements: Sequence[Placement]) -> list[Outcome]:
         """Return an outcome for each image of a batch.
 
         Args:
             outputs: the network's outputs on the host, floats as ``float32``, in the order of the card's ``outputs``.
             options: the options for each image.
+            placements: how each picture lies on the network's input.
         """
 
     @abstractmethod
@@ -131,6 +133,10 @@ class Task(ABC):
         Raises:
             ValueError: a number is not finite.
         """
+
+    def body(self, answer: Any) -> tuple[bytes, str]:
+        """Return the response to a request of one image, and its media type. By default it is the JSON."""
+        return self.json(answer).encode("ascii"), "application/json"
 
     @classmethod
     @abstractmethod
@@ -142,7 +148,7 @@ class Task(ABC):
         return options
 
     @abstractmethod
-    def tensor(self, name: str, answers: Sequence[Any], options: Any) -> tuple[tuple[int, ...], list[Any]]:
+    def tensor(self, name: str, answers: Sequence[Any], options: Any) -> tuple[tuple[int, ...], Any]:
         """Return one of the `tensors` for the answers of a request.
 
         Args:
@@ -151,14 +157,17 @@ class Task(ABC):
             options: the request's own options, which `widened` may have changed for the answers.
 
         Returns:
-            Its shape behind the number of images, and all its values in row-major order.
+            Its shape behind the number of images, and all its values in row-major order: a list, or an array for many.
+
+        Raises:
+            RequestError: one tensor cannot hold these answers.
         """
 
     # Known answers. Answers are compared in their JSON form, as a client sees them.
 
     @abstractmethod
-    def known(self, outputs: Outputs) -> dict[str, Any]:
-        """Return the facts for ``known.json``, as JSON values, from the outputs for one image."""
+    def known(self, outputs: Outputs, placement: Placement) -> dict[str, Any]:
+        """Return the facts for ``known.json``, as JSON values, from the outputs for one image and its placement."""
 
     def check_known(self, known: KnownAnswer) -> None:
         """Check a ``known.json``.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # see `base`
 
     from ..card.known_answer import KnownAnswer
     from ..card.serving import Serving
+    from ..images.placement import Placement
     from ..outputs import Outputs
 
 # NaN and infinity cannot be ranked or written as JSON. A single image may cause them: half precision overflows.
@@ -165,7 +166,7 @@ class Classification(Task):
         """Return ``k``."""
         return options
 
-    def answers(self, outputs: Outputs, options: Sequence[int]) -> list[Outcome]:
+    def answers(self, outputs: Outputs, options: Sequence[int], placements: Sequence[Placement]) -> list[Outcome]:
         """Return the best classes of each row, best first, equal ones by index."""
         logits = outputs[0]
         finite = logits.isfinite().all(dim=1).tolist()
@@ -210,7 +211,7 @@ class Classification(Task):
                 row[label.index] = label.probability
         return (self._count,), [*itertools.chain.from_iterable(rows)]
 
-    def known(self, outputs: Outputs) -> dict[str, Any]:
+    def known(self, outputs: Outputs, placement: Placement) -> dict[str, Any]:
         """Return the logits with six digits, the tolerance, and how probabilities are made."""
         logits = [round(logit, 6) for logit in outputs[0][0].tolist()]
         return {"logits": logits, "tolerance": TOLERANCE, "probabilities": self.card.probabilities}

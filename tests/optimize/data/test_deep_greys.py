@@ -21,6 +21,7 @@ from serve.runtime.card.budget import Budget
 from serve.runtime.card.card import Preprocessing, read_card
 from serve.runtime.card.json_documents import SEAL, sealed
 from serve.runtime.images.headers import read_header
+from serve.runtime.images.placement import PlacedImage
 from serve.runtime.service.image_loading import load_item
 from tests.optimize.workbench import CPU, TINY_NET
 from tests.serve.artifacts import torchscript
@@ -66,8 +67,8 @@ def test_the_white_that_is_stated_reaches_training_measuring_and_serving(folder)
         file = split.sources[0]
         assert isinstance(file, Path)
         served = load_item(file.read_bytes(), context.preprocessing, Budget(), read_header(file.read_bytes(), Budget()))
-        assert isinstance(served.image, torch.Tensor)
-        assert torch.equal(served.image, batch[0])
+        assert isinstance(served.image, PlacedImage)
+        assert torch.equal(served.image.pixels, batch[0])
 
 
 @pytest.mark.parametrize("folder", ["PNG", "TIFF"], indirect=True)

@@ -24,6 +24,7 @@ from optimize.tracing.trace import trace
 from serve.runtime.card.card import Card, Preprocessing, read_card
 from serve.runtime.card.json_documents import sealed
 from serve.runtime.errors import Refusal, UserError
+from serve.runtime.images.placement import PlacedImage, Placement
 from serve.runtime.tasks.classification import KnownLogits, probabilities_of
 from tests.narrow import layer
 from tests.programs import Programs
@@ -296,7 +297,8 @@ def test_what_the_network_says_is_what_every_artifact_serves(tmp_path: Path, end
         assert card.probabilities == ("softmax" if isinstance(end, nn.Softmax) else "sigmoid")
         predictor = variant.predictor()
         assert torch.allclose(probabilities_of(predictor.logits(pixels), card.probabilities), expected, atol=1e-4)
-        found = predictor.compute(list(pixels), [10] * 6).outcomes
+        whole = Placement.of(8, 8, card.preprocessing)
+        found = predictor.compute([PlacedImage(image, whole) for image in pixels], [10] * 6).outcomes
         for row, outcome in zip(expected, found, strict=True):
             assert not isinstance(outcome, Refusal)
             assert {label.index: label.probability for label in outcome} == pytest.approx(

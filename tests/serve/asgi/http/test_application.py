@@ -32,7 +32,7 @@ from serve.asgi.protocols import kserve_v1, oip_rest, oip_routes, predictions
 from serve.common.options import ServingOptions
 from serve.runtime.service.observation import Observation
 from serve.runtime.service.predictor import Predictor
-from serve.runtime.service.protocol import Request, answer
+from serve.runtime.service.protocol import Reply, Request, answer
 from serve.runtime.service.service import Service
 from serve.torchserve.archive_builder import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
@@ -359,7 +359,7 @@ def test_a_long_answer_is_written_beside_the_event_loop(
 ) -> None:
     threads: list[bool] = []
 
-    def noted(*given: Any) -> tuple[int, bytes]:
+    def noted(*given: Any) -> Reply:
         threads.append(threading.current_thread() is threading.main_thread())
         return answer(*given)
 

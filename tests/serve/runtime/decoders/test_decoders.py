@@ -37,6 +37,7 @@ from serve.runtime.engines.base import chain_for
 from serve.runtime.errors import BrokenError, EngineError, Refusal, UserError
 from serve.runtime.images.headers import read_header
 from serve.runtime.images.image_preprocessing import decode, load
+from serve.runtime.images.placement import Placement
 from serve.runtime.images.structure import whole_jpeg
 from serve.runtime.service.image_loading import load_items
 from serve.runtime.service.predictor import Predictor
@@ -85,7 +86,8 @@ class Partner(DeviceDecoder):
 
 def loaded(decoder: Decoder | None, items: Sequence[bytes]) -> list[torch.Tensor | Refusal]:
     headers = [read_header(item, SERVING) for item in items]
-    return [entry.image for entry in load_items(items, PREPROCESSING, SERVING, headers, decoder)]
+    found = [entry.image for entry in load_items(items, PREPROCESSING, SERVING, headers, decoder)]
+    return [image if isinstance(image, Refusal) else image.pixels for image in found]
 
 
 GOOD = [jpeg(seed, (60 + seed, 45)) for seed in range(3)]
@@ -296,8 +298,10 @@ def test_reduced_gives_nearly_the_picture_of_a_whole_decoding(side: int, orienta
     assert decoder.accepts(header, wanted)
     (found,) = decoder.load([data], [header], wanted)
     assert found is not None
-    assert (found.dtype, found.shape) == (torch.uint8, wanted.shape)
-    difference = (found.int() - load(data, wanted).int()).abs().float()
+    assert (found.pixels.dtype, found.pixels.shape) == (torch.uint8, wanted.shape)
+    height, width = (side, side * 3 // 2) if orientation != 6 else (side * 3 // 2, side)
+    assert found.placement == Placement.of(height, width, wanted)
+    difference = (found.pixels.int() - load(data, wanted).int()).abs().float()
     assert difference.mean() < 1
     assert difference.max() < 16
 

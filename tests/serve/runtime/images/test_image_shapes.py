@@ -18,6 +18,7 @@ from serve.runtime.decoders.reduced import ReducedDecoder
 from serve.runtime.errors import CardError
 from serve.runtime.images.headers import read_header
 from serve.runtime.images.image_preprocessing import decode, fit, load, normalise
+from serve.runtime.images.placement import Placement
 
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 
@@ -129,7 +130,8 @@ def test_reduced_decoding_fits_a_letterbox(size, accepted):
     if accepted:
         (found,) = decoder.load([data], [header], wanted)
         assert found is not None
-        assert (found.int() - load(data, wanted).int()).abs().float().mean() < 4
+        assert (found.pixels.int() - load(data, wanted).int()).abs().float().mean() < 4
+        assert found.placement == Placement.of(size[0], size[1], wanted)
 
 
 def test_reduced_decoding_scales_to_a_height_and_a_width_too():
@@ -138,8 +140,9 @@ def test_reduced_decoding_scales_to_a_height_and_a_width_too():
     assert decoder.accepts(header, wanted)
     (found,) = decoder.load([data], [header], wanted)
     assert found is not None
-    assert found.shape == (3, 40, 24)
-    assert (found.int() - load(data, wanted).int()).abs().float().mean() < 4
+    assert found.pixels.shape == (3, 40, 24)
+    assert found.placement == Placement.of(400, 640, wanted)
+    assert (found.pixels.int() - load(data, wanted).int()).abs().float().mean() < 4
     assert not decoder.accepts(header, Preprocessing(resize=(40, 240), crop=(40, 24)))
     assert not decoder.accepts(header, Preprocessing(resize=40, crop=(40, 24), mean=(0.5,) * 4, std=(0.5,) * 4))
 

@@ -109,7 +109,7 @@ ANT = {"label": "ant", "index": 0, "probability": 0.75}
 )
 def test_the_answer_has_the_form_of_the_request(listed: bool, outcomes: list, status: int, body: object) -> None:
     request = Request((b"",) * len(outcomes), 1, listed)
-    got, text = answer(TASK, request, outcomes)
+    got, text, _ = answer(TASK, request, outcomes)
     assert (got, json.loads(text)) == (status, body)
 
 
@@ -124,7 +124,7 @@ def test_the_answer_has_the_form_of_the_request(listed: bool, outcomes: list, st
 )
 def test_every_answer_is_json_with_the_values_that_were_given(outcomes: list, listed: bool) -> None:
     outcomes = outcomes if listed else outcomes[:1]
-    _, text = answer(TASK, Request((b"",) * len(outcomes), 1, listed), outcomes)
+    _, text, _ = answer(TASK, Request((b"",) * len(outcomes), 1, listed), outcomes)
     document = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     bodies = document["predictions"] if listed else [document]
     for body, outcome in zip(bodies, outcomes, strict=True):
@@ -136,10 +136,10 @@ def test_every_answer_is_json_with_the_values_that_were_given(outcomes: list, li
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_an_unpaired_surrogate_is_not_passed_on(listed: bool) -> None:
-    _, text = answer(TASK, Request((b"",), 1, listed), [Refusal(400, "no \ud800")])
+    _, text, _ = answer(TASK, Request((b"",), 1, listed), [Refusal(400, "no \ud800")])
     assert "error" in json.loads(text)
     assert b"\\ud800" not in text
-    assert refuse(Refusal(400, "no \ud800")) == (400, b'{"error": "no ?"}')
+    assert refuse(Refusal(400, "no \ud800")) == (400, b'{"error": "no ?"}', "application/json")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

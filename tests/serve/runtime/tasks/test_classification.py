@@ -14,11 +14,14 @@ from serve.runtime.card.execution import Execution
 from serve.runtime.card.known_answer import KnownAnswer
 from serve.runtime.card.serving import Serving
 from serve.runtime.errors import CardError, Refusal, RequestError, UserError
+from serve.runtime.images.placement import Placement
 from serve.runtime.tasks.classification import Classification, KnownLogits, Label, parse_k
 from tests.serve import artifacts
 from tests.serve.artifacts import CLASSES
 
 TASK = artifacts.task_of()
+WHOLE = Placement.of(32, 32, artifacts.PREPROCESSING)
+LOGITS_OF_ONE = [0.0, 2.0, 1.0, -1.0, -2.0]
 LOGITS = st.lists(st.floats(-50, 50, allow_nan=False), min_size=1, max_size=20)
 
 
@@ -57,7 +60,7 @@ def test_headers_carry_the_number_there_and_back() -> None:
 )
 def test_the_best_classes_come_first_and_equal_ones_by_index(rows: list[tuple[list[int], int]]) -> None:
     logits = torch.tensor([row for row, _ in rows], dtype=torch.float32)
-    found = TASK.answers((logits,), [k for _, k in rows])
+    found = TASK.answers((logits,), [k for _, k in rows], [WHOLE] * len(rows))
     for (row, k), labels in zip(rows, found, strict=True):
         assert isinstance(labels, list)
         total = sum(math.exp(value) for value in row)
@@ -70,17 +73,17 @@ def test_the_best_classes_come_first_and_equal_ones_by_index(rows: list[tuple[li
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_logits_that_are_no_numbers_are_an_error_of_their_image_alone(value: float) -> None:
     logits = torch.tensor([[1.0, 2, 3, 4, 5], [1, 2, value, 4, 5], [5, 4, 3, 2, 1]])
-    found = TASK.answers((logits,), [1, 1, 1])
+    found = TASK.answers((logits,), [1, 1, 1], [WHOLE] * 3)
     assert [outcome.status if isinstance(outcome, Refusal) else 200 for outcome in found] == [200, 500, 200]
 
 
 def test_tensors_have_the_sorted_classes_or_all_of_them() -> None:
-    (answer,) = TASK.answers((torch.tensor([[0.0, 2.0, 1.0, -1.0, -2.0]]),), [TASK.widened(2, ["probabilities"])])
+    (answer,) = TASK.answers((torch.tensor([LOGITS_OF_ONE]),), [TASK.widened(2, ["probabilities"])], [WHOLE])
     assert TASK.tensor("index", [answer], 2) == ((2,), [1, 2])
     assert TASK.tensor("label", [answer], 2) == ((2,), ["bee", "cat"])
     shape, values = TASK.tensor("probabilities", [answer], 2)
     assert shape == (5,)
-    assert values == pytest.approx(torch.tensor([0.0, 2.0, 1.0, -1.0, -2.0]).softmax(0).tolist())
+    assert values == pytest.approx(torch.tensor(LOGITS_OF_ONE).softmax(0).tolist())
     assert TASK.widened(2, ["label", "index"]) == 2
 
 
@@ -114,7 +117,7 @@ def test_what_is_no_answer_differs_beyond_any_tolerance(probabilities: list[floa
     "change", [{"logits": []}, {"logits": ["1"]}, {"tolerance": 2}, {"more": 1}, {"probabilities": "tanh"}]
 )
 def test_facts_that_are_wrong_are_refused(change: dict[str, object]) -> None:
-    facts = TASK.known((torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]),))
+    facts = TASK.known((torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]),), WHOLE)
     assert facts == {"logits": [1.0, 2.0, 3.0, 4.0, 5.0], "tolerance": 0.1, "probabilities": "softmax"}
     TASK.check_known(KnownAnswer(b"x", "classification", "any", facts))
     with pytest.raises(CardError):
