@@ -22,6 +22,8 @@ from serve.runtime.outputs import Outputs, joined
 
 #: The number of images whose outputs are kept for parity. They are spread over the split, which may be sorted by class.
 PARITY_IMAGES = 512
+#: The most numbers of these outputs together, for networks that answer each pixel.
+_PARITY_NUMBERS = 1 << 25
 
 _FILE, _EVIDENCE, _OUTPUT, _LEFT_OUT = "answers.safetensors", "evidence.", "output.", "left_out"
 
@@ -32,7 +34,8 @@ class Answers:
 
     Attributes:
         evidence: what the task keeps of each image's answer; see `optimize.tasks.base`.
-        outputs: the network's outputs, ``float32 (min(N, 512), …)`` each, of images at equal distances.
+        outputs: the network's outputs, ``(M, …)`` each, of images at equal distances: up to 512, and fewer if they are
+            large.
         left_out: ``int64``, rows of the split that cannot be read.
     """
 
@@ -60,14 +63,17 @@ def answer(run: Call, context: Context, max_batch: int) -> Answers:
     """
     count = len(context.data.val)
     kept = torch.zeros(count, dtype=torch.bool)
-    kept[torch.arange(min(count, PARITY_IMAGES)) * count // min(count, PARITY_IMAGES)] = True
     batches = context.evaluation(max_batch, torch.device("cpu"))
     evidence, outputs = [], []
     for done, (rows, images, targets) in enumerate(batches.numbered(), start=1):
         found = run(images)
         if broken := [number for number, output in enumerate(found) if not output.isfinite().all()]:
             raise PassError(f"its {output_values(broken[0])} are NaN or infinite on validation images")
-        evidence.append(context.task.evidence(found, targets))
+        if done == 1:
+            most = _PARITY_NUMBERS // sum(output[0].numel() for output in found)
+            places = max(1, min(count, PARITY_IMAGES, most))
+            kept[torch.arange(places) * count // places] = True
+        evidence.append(context.task.evidence(found, targets, len(context.data.classes)))
         outputs.append(tuple(output[kept[rows]] for output in found))
         context.listener.progressed(done / len(batches), "accuracy")
     left_out = torch.tensor(sorted(batches.left_out), dtype=torch.int64)
@@ -110,7 +116,7 @@ def accuracy(answers: Answers, baseline: Answers | None, key: str, task: Task) -
 
 
 def parity(reference: Answers, other: Answers, name: str, task: Task, outputs: Sequence[str] = (LOGITS,)) -> Parity:
-    """Compare the outputs of two artifacts on `PARITY_IMAGES` images, and their answers on all images.
+    """Compare the outputs of two artifacts on up to `PARITY_IMAGES` images, and their answers on all images.
 
     Args:
         reference: the answers of the artifact called ``name``.

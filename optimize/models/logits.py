@@ -1,4 +1,4 @@
-"""Turns a network with any kind of answer into one that returns logits ``(N, classes)``, and other outputs behind them.
+"""Turns a network with any kind of answer into one that returns logits ``(N, classes, …)``, and then other outputs.
 
 Training, quantizing and serving need logits.
 
@@ -209,7 +209,7 @@ def ending_of(module: nn.Module, images: torch.Tensor) -> Ending:
     are within [0, 1], even if the last weights are a thousand times as large.
 
     Args:
-        module: its first output is ``(N, classes)``, in eval mode.
+        module: its first output is ``(N, classes, …)``, in eval mode.
         images: several real ones, ``float32 (N, C, H, W)``, normalised.
     """
     try:
@@ -217,7 +217,7 @@ def ending_of(module: nn.Module, images: torch.Tensor) -> Ending:
             answers = first_output(module(images))
     except Exception:  # noqa: BLE001 - the caller reports the fault
         return "logits"
-    if not isinstance(answers, torch.Tensor) or answers.ndim != 2 or not answers.isfinite().all():
+    if not isinstance(answers, torch.Tensor) or answers.ndim < 2 or not answers.isfinite().all():
         return "logits"
     if (answers >= 0).all() and _sum_to_one(answers):
         return "softmax"
@@ -268,7 +268,7 @@ def giving_logits(module: nn.Module, ending: str) -> nn.Module:
     Otherwise it is the logarithm of the probabilities.
 
     Args:
-        module: its first output is ``(N, classes)``. Other outputs stay.
+        module: its first output is ``(N, classes, …)``. Other outputs stay.
         ending: see `ending_of`.
     """
     if ending == "softmax":

@@ -42,7 +42,8 @@ class Gate(Config):
         default=0.3,
         ge=0,
         le=1,
-        description="lowest allowed share of those images, or of their parts, with the same answer",
+        description="lowest allowed share of those images with the same answer; for class maps, the lowest share of "
+        "an image's pixels, and the lowest mIoU of the answers against each other",
     )
 
 

@@ -55,10 +55,10 @@ def pareto_svg(results: Results) -> str:
     if not (found := marks(results)):
         return "<p>No artifact has both an accuracy and a latency.</p>"
     spoken = "; ".join(f"{p.name}: {100 * p.score:.2f} % at {number(p.latency)} ms" for p in found if not p.beside)
-    metric = find_task(results.task).metric.title
+    metric = find_task(results.task).metric.spoken
     return inline(
         _pareto(found, PAGE, metric),
-        f"{metric[:1].upper()}{metric[1:]} accuracy against median latency of {spoken}.",
+        f"{metric[:1].upper() if metric.islower() else metric[:1]}{metric[1:]} against median latency of {spoken}.",
         "pareto",
     )
 
@@ -82,7 +82,7 @@ def pareto_figure(results: Results) -> Figure:
     """
     if not (found := marks(results)):
         raise ValueError("no artifact has both an accuracy and a latency, so there is nothing to plot")
-    return _pareto(found, PAPER, find_task(results.task).metric.title, title=results.title)
+    return _pareto(found, PAPER, find_task(results.task).metric.spoken, title=results.title)
 
 
 def throughput_svg(results: Results) -> str:
@@ -179,7 +179,7 @@ def _pareto(points: list[Point], palette: Palette, metric: str, title: str = "")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.yaxis.set_major_locator(MaxNLocator(7))
         axes.set_xlabel("median latency of one image, ms (log scale; further left is faster)")
-        axes.set_ylabel(f"{metric} accuracy, %")
+        axes.set_ylabel(f"{metric}, %")
 
         front = [points[i] for i in pareto_front([(p.latency, p.score) for p in points])]
         steps_x = [*(p.latency for p in front), axes.get_xlim()[1]]

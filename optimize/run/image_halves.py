@@ -21,13 +21,20 @@ class Halves(NamedTuple):
     judge: NDArray[np.int64]
 
 
-def halves(ease: NDArray[np.generic]) -> Halves:
+def halves(ease: NDArray[np.generic], groups: NDArray[np.int64] | None = None) -> Halves:
     """Split the images at random, the same way every time, with equally many easy images in both halves.
+
+    Images of one group, such as frames of a video, stay together. Otherwise both halves would have nearly the same
+    images.
 
     Args:
         ease: ``(n,)``, how well the baseline answers each image; see `optimize.tasks.base.Task.ease`. Every level is
             split evenly.
+        groups: ``(n,)``: images with equal numbers are a group. None: each is its own.
     """
-    shuffled = np.random.default_rng(_SEED).permutation(len(ease))
-    ordered = shuffled[np.argsort(ease[shuffled], kind="stable")]
-    return Halves(np.sort(ordered[0::2]), np.sort(ordered[1::2]))
+    names, group = np.unique(np.arange(len(ease)) if groups is None else groups, return_inverse=True)
+    means = np.bincount(group, ease) / np.bincount(group)
+    shuffled = np.random.default_rng(_SEED).permutation(len(names))
+    ordered = shuffled[np.argsort(means[shuffled], kind="stable")]
+    first = np.isin(group, ordered[0::2])
+    return Halves(np.flatnonzero(first), np.flatnonzero(~first))

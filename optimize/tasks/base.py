@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
 
 from serve.runtime.display import Described
 from serve.runtime.registry import Registry, defined_at
@@ -26,6 +26,10 @@ if TYPE_CHECKING:  # a stored report is shown without torch
 #: What is kept of the answers to N images: tensors by name, each with N rows.
 Evidence: TypeAlias = "Mapping[str, torch.Tensor]"
 
+#: The name of the images' groups in evidence, ``int64 (N,)``: frames of one video have one number. It is there if the
+#: data have groups, for any task.
+GROUPS: Final = "group"
+
 
 @dataclass(frozen=True, repr=False)
 class Metric(Described):
@@ -34,10 +38,17 @@ class Metric(Described):
     Attributes:
         key: its name in reports' JSON and in data frames.
         title: its name in tables and sentences.
+        noun: its name if it stands alone. Empty: the title.
     """
 
     key: str
     title: str
+    noun: str = ""
+
+    @property
+    def spoken(self) -> str:
+        """Return `noun`, or the title."""
+        return self.noun or self.title
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,8 +85,8 @@ class Task(Described, ABC):
         return self.metrics[0]
 
     @abstractmethod
-    def fault_of(self, output: object, images: int, classes: int) -> str | None:
-        """Return what a network's first output for some images should be. None: it is so."""
+    def fault_of(self, output: object, inputs: torch.Tensor, classes: int) -> str | None:
+        """Return what a network's first output for inputs ``(N, C, H, W)`` should be. None: it is so."""
 
     @abstractmethod
     def loss(
@@ -85,7 +96,7 @@ class Task(Described, ABC):
 
         Args:
             output: the first output, ``float32 (N, …)``.
-            targets: the targets of the images.
+            targets: the targets of the images, or their `shares`.
             probabilities: how logits become probabilities.
             smoothing: share of each target that is spread over all classes.
         """
@@ -97,7 +108,11 @@ class Task(Described, ABC):
         """Return the loss of a student's first output against its teacher's, the mean over images in nats."""
 
     @abstractmethod
-    def evidence(self, outputs: Outputs, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    def shares(self, targets: torch.Tensor, classes: int) -> torch.Tensor:
+        """Return targets as the share of each class, ``float32 (N, classes, …)``, so that they can be mixed."""
+
+    @abstractmethod
+    def evidence(self, outputs: Outputs, targets: torch.Tensor, classes: int) -> dict[str, torch.Tensor]:
         """Return what is kept of a network's answers to images with these targets."""
 
     @abstractmethod
@@ -127,6 +142,10 @@ class Task(Described, ABC):
     @abstractmethod
     def likeness(self, expected: Outputs, found: Outputs) -> Likeness:
         """Compare the outputs of two networks for the same few training images, without their targets."""
+
+    def by_class(self, evidence: Evidence) -> NDArray[np.float64] | None:
+        """Return the score of each class, ``(classes,)``. NaN: it does not occur. None: classes have no score."""
+        return None
 
     def chance(self, classes: int) -> float | None:
         """Return the score of a network that guesses. None: unknown."""

@@ -34,7 +34,10 @@ class Classification(Task):
     """
 
     name: ClassVar[str] = "classification"
-    metrics: ClassVar[tuple[Metric, ...]] = (Metric("top1", "top-1"), Metric("top5", "top-5"))
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("top1", "top-1", "top-1 accuracy"),
+        Metric("top5", "top-5", "top-5 accuracy"),
+    )
     agreement: ClassVar[Metric] = Metric("top1_agreement", "same top-1")
     counted: ClassVar[str] = "images"
     method: ClassVar[str] = (
@@ -42,11 +45,11 @@ class Classification(Task):
         "for paired proportions, and is the wider the more images changed sides (gained and lost)."
     )
 
-    def fault_of(self, output: object, images: int, classes: int) -> str | None:
+    def fault_of(self, output: object, inputs: torch.Tensor, classes: int) -> str | None:
         """See `Task`."""
-        if tuple(getattr(output, "shape", ())) == (images, classes):
+        if tuple(getattr(output, "shape", ())) == (len(inputs), classes):
             return None
-        return f"it must give logits of shape ({images}, {classes})"
+        return f"it must give logits of shape ({len(inputs)}, {classes})"
 
     def loss(
         self, output: torch.Tensor, targets: torch.Tensor, probabilities: Probabilities, smoothing: float = 0.0
@@ -85,7 +88,13 @@ class Classification(Task):
         own, wanted = (functional.log_softmax(logits / temperature, 1) for logits in (student, teacher))
         return functional.kl_div(own, wanted, reduction="batchmean", log_target=True) * temperature**2
 
-    def evidence(self, outputs: Outputs, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    def shares(self, targets: torch.Tensor, classes: int) -> torch.Tensor:
+        """See `Task`."""
+        from torch.nn import functional
+
+        return functional.one_hot(targets, classes).float()
+
+    def evidence(self, outputs: Outputs, targets: torch.Tensor, classes: int) -> dict[str, torch.Tensor]:
         """See `Task`."""
         # int8 often gives equal logits. The server sorts them by index, so this sort must be stable. topk is not.
         best = outputs[0].sort(dim=1, descending=True, stable=True).indices[:, :5]

@@ -130,7 +130,7 @@ def _check_output(module: nn.Module, example: torch.Tensor, classes: int, task: 
         channels = _other_channels(module, shape[1])
         raise UserError(f"the model fails on an input of shape {shape}: {one_line(error)}{channels}") from None
     logits, *others = answer if isinstance(answer, tuple) and answer else (answer,)
-    if (fault := task.fault_of(logits, count, classes)) is not None:
+    if (fault := task.fault_of(logits, example, classes)) is not None:
         raise UserError(f"the model gives {_shape(logits)} for a batch of {count} images of {classes} classes; {fault}")
     for number, output in enumerate(others, start=2):
         if not output.is_floating_point() or output.shape[:1] != (count,):

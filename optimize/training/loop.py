@@ -257,7 +257,8 @@ class _Run:
         targets = batch.targets.to(device, non_blocking=True)
         inputs = normalise(images, self.context.preprocessing, device, torch.float32)
         if config.mixup is not None:
-            inputs, targets = mixed(inputs, targets, len(self.context.data.classes), config.mixup, draws)
+            shares = self.context.task.shares(targets, len(self.context.data.classes))
+            inputs, targets = mixed(inputs, shares, config.mixup, draws)
         if config.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         self.stopwatch.to("compute")
@@ -359,7 +360,7 @@ def score_of(module: nn.Module, batches: Loader, context: Context) -> float:
         for images, targets in batches:
             answer = module(normalise(images, context.preprocessing, context.device, torch.float32))
             outputs = tuple(output.cpu() for output in as_outputs(answer))
-            evidence.append(context.task.evidence(outputs, targets.cpu()))
+            evidence.append(context.task.evidence(outputs, targets.cpu(), len(context.data.classes)))
     own = joined_evidence(evidence) if evidence else None
     return context.task.score(joined_evidence(part for part in group.gathered(own) if part is not None))
 

@@ -23,13 +23,16 @@ from serve.runtime.card.card import Probabilities
 from serve.runtime.errors import UserError, one_line
 from serve.runtime.outputs import first_output
 
+#: The most bytes of a teacher's outputs that are kept: class maps have logits for each pixel.
+_MOST_KEPT = 16 << 30
+
 
 class Piece(NamedTuple):
     """Images that a step computes together.
 
     Attributes:
         inputs: ``float32 (N, C, H, W)``, as the student sees them: changed, mixed, normalised for it.
-        targets: labels ``int64 (N,)``, or shares ``float32 (N, classes)`` if images are mixed.
+        targets: the data's targets, or their shares ``float32 (N, classes, …)`` if images are mixed.
         rows: rows of the training images, ``int64 (N,)``, on the CPU.
     """
 
@@ -93,7 +96,7 @@ class Distillation(Objective):
         self._settings, self._teacher, self._context = config.distil, context.teacher, context
         self._precision = precision
         features, example, asked = self._settings.features, context.example(2), self._teacher.module
-        check_answers(self._teacher, context, example)
+        logits = check_answers(self._teacher, context, example)
         if features:
             matched = match(module, asked, features, example, nodes)
             self._graph, self.own, asked = matched.student, matched.projections, matched.teacher
@@ -101,6 +104,8 @@ class Distillation(Objective):
         self._asked = copy.deepcopy(asked).to(context.device).eval().requires_grad_(False)
         self._kept = None
         changes = (*changing(config, context), *(["features"] if features else []))
+        if (whole := len(fit) * logits[0].numel() * 4) > _MOST_KEPT:
+            changes = (*changes, f"{whole / 1e9:.0f} GB of outputs")
         if context.store is not None and not changes:
             file = kept_answers(context.store, self._teacher, fit, context, config=config, answer=self._logits)
             self._kept = answers_of(file)
@@ -142,8 +147,8 @@ class Distillation(Objective):
         return self._precision.forward(self._asked, images)
 
 
-def check_answers(teacher: Teacher, context: Context, images: torch.Tensor) -> None:
-    """Refuse a teacher that does not answer a student's images with a logit for each of its classes.
+def check_answers(teacher: Teacher, context: Context, images: torch.Tensor) -> torch.Tensor:
+    """Return a teacher's first output for a student's images. It must be what the student's should be.
 
     Args:
         teacher: the teacher.
@@ -161,14 +166,15 @@ def check_answers(teacher: Teacher, context: Context, images: torch.Tensor) -> N
     except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
         shape = "x".join(map(str, images.shape[1:]))
         raise UserError(f"distil: the teacher {teacher.name} fails on images of {shape}: {one_line(error)}") from None
-    if context.task.fault_of(logits, len(images), classes) is not None:
+    if (fault := context.task.fault_of(logits, images, classes)) is not None:
         found = "x".join(map(str, logits.shape[1:])) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise UserError(
             f"distil: the teacher {teacher.name} gives {found} for an image, but the data has {classes} classes; a "
-            "teacher must have the same classes as the student"
+            f"teacher must have the same classes as the student ({fault})"
         )
     if not torch.isfinite(logits).all():
         raise PassError(f"the teacher {teacher.name} returns NaN or infinity")
+    return logits
 
 
 def _note(teacher: Teacher, settings: Distil, changes: tuple[str, ...], *, kept: bool) -> str:

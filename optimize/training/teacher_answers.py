@@ -40,7 +40,7 @@ def changing(config: TrainingConfig, context: Context) -> tuple[str, ...]:
 def kept_answers(
     store: Store, teacher: Teacher, fit: Split, context: Context, *, config: TrainingConfig, answer: Answer
 ) -> Path:
-    """Return the file of a teacher's logits on ``fit``, and make it if it does not exist. `answers_of` reads it.
+    """Return the file of a teacher's first output on ``fit``, and make it if it does not exist. `answers_of` reads it.
 
     If several processes need it, one makes it and the others wait.
 
@@ -75,21 +75,24 @@ def kept_answers(
             remedy=f"training may leave out at most {config.skip_unreadable:.2%} of them (skip_unreadable)",
             scratch=context.scratch,
         )
-        shape = (len(fit), len(context.data.classes))
-        answers = np.lib.format.open_memmap(folder / _FILE, mode="w+", dtype=np.float32, shape=shape)
-        answers[:] = np.nan  # for unreadable images, which are never requested
+        answers = None
         for done, (rows, images, _) in enumerate(batches.numbered(), start=1):
             logits = answer(normalise(images, context.preprocessing, context.device, torch.float32))
             if not torch.isfinite(logits).all():
                 raise PassError(f"the teacher {teacher.name} returns NaN or infinity")
+            if answers is None:
+                shape = (len(fit), *logits.shape[1:])
+                answers = np.lib.format.open_memmap(folder / _FILE, mode="w+", dtype=np.float32, shape=shape)
+                answers[:] = np.nan  # for unreadable images, which are never requested
             answers[rows.numpy()] = logits.cpu().numpy()
             context.listener.progressed(done / len(batches), "teacher")
-        answers.flush()
+        if answers is not None:
+            answers.flush()
 
     found = store.obtain(key, make, about=f"{teacher.name} on {context.data.name}: a teacher's answers")
     return found.folder / _FILE
 
 
-def answers_of(file: Path) -> np.memmap[tuple[int, int], np.dtype[np.float32]]:
-    """Return the logits, ``float32 (images, classes)``, memory-mapped, because they may be gigabytes."""
+def answers_of(file: Path) -> np.memmap[tuple[int, ...], np.dtype[np.float32]]:
+    """Return the logits, ``float32 (images, classes, …)``, memory-mapped, because they may be gigabytes."""
     return np.lib.format.open_memmap(file, mode="r")

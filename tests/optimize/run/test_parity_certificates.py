@@ -52,7 +52,7 @@ GRAPH = ("onnxruntime", "onnxruntime[optimizations=False]", "openvino", "torchsc
 
 
 def answers(logits: torch.Tensor, labels: torch.Tensor) -> Answers:
-    return Answers(CLASSIFICATION.evidence((logits,), labels), (logits,))
+    return Answers(CLASSIFICATION.evidence((logits,), labels, logits.shape[1]), (logits,))
 
 
 TORCH = Execution("torchscript")

@@ -18,7 +18,7 @@ from serve.runtime.errors import UserError
 def evidence(count: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 7, (count,), generator=generator)
-    return CLASSIFICATION.evidence((torch.randn(count, 7, generator=generator),), labels)
+    return CLASSIFICATION.evidence((torch.randn(count, 7, generator=generator),), labels, 7)
 
 
 def test_a_task_is_found_by_its_name_and_another_is_refused_in_one_line() -> None:

@@ -149,7 +149,7 @@ def test_the_parts_are_weighted_and_only_the_labels_are_smoothed(mixup):
     images, labels = torch.randn(6, 1, 16, 16), torch.tensor([0, 1, 2, 3, 1, 0])
     shares = nn.functional.one_hot(labels, 4).float()
     if mixup is not None:
-        images, shares = mixed(images, labels, 4, mixup, Draws(0, 0, torch.arange(6)))
+        images, shares = mixed(images, CLASSIFICATION.shares(labels, 4), mixup, Draws(0, 0, torch.arange(6)))
     piece = Piece(images, labels if mixup is None else shares, torch.arange(6))
     given = objective.student(student)(images)
     loss = objective.loss(given, piece).item()

@@ -21,6 +21,7 @@ from optimize.listener import Silent
 from optimize.passes import qat_lowbit
 from optimize.passes.qat import QAT, Qat
 from optimize.passes.qat_lowbit import QAT_LOWBIT, QatLowbit
+from optimize.tasks.classification import CLASSIFICATION
 from optimize.training import loop as training
 from optimize.training.config import TrainingConfig
 from optimize.training.distributed.fake_quantize import Float32FakeQuantize, in_float32
@@ -379,7 +380,7 @@ def test_what_a_transform_does_to_an_image_is_its_own_and_leaves_the_process_ran
 def test_mixed_images_and_labels_have_the_same_shares():
     labels = torch.tensor([0, 1, 2, 3, 1, 0, 3])
     inputs = nn.functional.one_hot(labels, 4).float().view(7, 4, 1, 1).expand(7, 4, 2, 2)
-    images, targets = mixed(inputs, labels, 4, 0.4, Draws(0, 0, torch.arange(7)))
+    images, targets = mixed(inputs, CLASSIFICATION.shares(labels, 4), 0.4, Draws(0, 0, torch.arange(7)))
     assert torch.allclose(images, targets.view(7, 4, 1, 1).expand(7, 4, 2, 2))
     assert torch.allclose(targets.sum(1), torch.ones(7))
     assert torch.equal(targets[6], torch.tensor([0.0, 0.0, 0.0, 1.0]))
@@ -391,7 +392,7 @@ def test_mixed_images_and_labels_have_the_same_shares():
 
 def test_the_shares_of_mixup_are_of_a_beta_distribution():
     labels = torch.arange(8000) % 2
-    _, targets = mixed(torch.zeros(8000, 1), labels, 2, 0.2, Draws(0, 0, torch.arange(8000)))
+    _, targets = mixed(torch.zeros(8000, 1), CLASSIFICATION.shares(labels, 2), 0.2, Draws(0, 0, torch.arange(8000)))
     shares = targets[::2, 0].numpy()
     # Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1)).
     assert shares.mean() == pytest.approx(0.5, abs=0.03)

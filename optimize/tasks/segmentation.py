@@ -1,0 +1,214 @@
+"""Semantic segmentation: a class for each pixel. The first output is logits ``(N, classes, H, W)``, of the input's size.
+
+Targets are class maps ``(N, H, W)``, ``uint8`` up to 255 classes and ``int16`` for more. A value that is no class does
+not count: data use the largest value of the type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from optimize.mean_iou import IouDifference, class_ious, iou_difference, iou_interval, mean_iou
+from optimize.tasks.base import GROUPS, Evidence, Likeness, Metric, Task, register
+from serve.runtime.errors import listed
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+    from serve.runtime.card.card import Probabilities
+    from serve.runtime.outputs import Outputs
+
+#: The most classes whose maps are ``uint8``, because data use 255 for pixels that do not count.
+_NARROW = 255
+
+
+class Segmentation(Task):
+    """See `Task`. This is the evidence of an image.
+
+    - ``confusion``: ``int32 (classes, classes)``, its pixels by their class and by the class that they were given
+    - ``predicted``: ``(H, W)``, the best class of each pixel, ``uint8`` up to 255 classes and ``int16`` for more.
+    """
+
+    name: ClassVar[str] = "segmentation"
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("miou", "mIoU"), Metric("pixel_accuracy", "pixel accuracy"))
+    agreement: ClassVar[Metric] = Metric("pixel_agreement", "same class")
+    counted: ClassVar[str] = "pixels"
+    method: ClassVar[str] = (
+        "mIoU is the mean over classes of intersection over union, of the pixels of all images together. Its "
+        "differences compare the same images under both models. Their 95 % interval is Student's with the jackknife's "
+        "error over images, or over scenes if the data name them, and is never narrower than what so many images "
+        "cannot exclude. An image counts as gained or lost if it has more or fewer right pixels."
+    )
+
+    def fault_of(self, output: object, inputs: torch.Tensor, classes: int) -> str | None:
+        """See `Task`."""
+        wanted = (len(inputs), classes, *inputs.shape[2:])
+        if tuple(getattr(output, "shape", ())) == wanted:
+            return None
+        return f"it must give logits of shape {wanted}: one for each class and pixel of its input"
+
+    def loss(
+        self, output: torch.Tensor, targets: torch.Tensor, probabilities: Probabilities, smoothing: float = 0.0
+    ) -> torch.Tensor:
+        """Return the cross-entropy over the pixels that count: the mean of each image, then of the images.
+
+        So an image has the same weight in a batch of any size. An image without such pixels has a loss of 0. If each
+        class has a probability of its own, it is the binary cross-entropy, summed over the classes.
+
+        Args:
+            output: logits, ``(N, classes, H, W)``.
+            targets: class maps ``(N, H, W)``, or the shares of `shares`.
+            probabilities: see `Task`.
+            smoothing: see `Task`.
+        """
+        import torch
+        from torch.nn import functional
+
+        classes = output.shape[1]
+        if targets.ndim == 3 and probabilities == "softmax":
+            counts = _counts(targets, classes)
+            labels = torch.where(counts, targets.long(), -100)
+            each = functional.cross_entropy(output, labels, reduction="none", label_smoothing=smoothing)
+            return _mean_of_images(each, counts.to(each))
+        shares = self.shares(targets, classes).to(output) if targets.ndim == 3 else targets
+        weights = shares.sum(1)
+        smooth = shares * (1 - smoothing) + weights[:, None] * (smoothing / classes)
+        if probabilities == "softmax":
+            each = -(smooth * functional.log_softmax(output, 1)).sum(1)
+        else:
+            binary = functional.binary_cross_entropy_with_logits(output, smooth, reduction="none")
+            each = (binary * (weights[:, None] > 0)).sum(1)
+        return _mean_of_images(each, weights)
+
+    def soft_loss(
+        self, student: torch.Tensor, teacher: torch.Tensor, temperature: float, probabilities: Probabilities = "softmax"
+    ) -> torch.Tensor:
+        """Return ``T**2 KL(teacher || student)`` of the softened logits of each pixel, as the mean over all pixels.
+
+        See `Classification.soft_loss`. A teacher answers the pixels that do not count, too.
+        """
+        from torch.nn import functional
+
+        if probabilities == "sigmoid":
+            wanted = (teacher / temperature).sigmoid()
+            each = functional.binary_cross_entropy_with_logits(student / temperature, wanted, reduction="none")
+        else:
+            own, other = (functional.log_softmax(logits / temperature, 1) for logits in (student, teacher))
+            each = functional.kl_div(own, other, reduction="none", log_target=True)
+        return each.sum(1).mean() * temperature**2
+
+    def shares(self, targets: torch.Tensor, classes: int) -> torch.Tensor:
+        """See `Task`. The shares of a pixel that does not count are 0."""
+        import torch
+
+        counts = _counts(targets, classes)
+        found = torch.zeros(len(targets), classes, *targets.shape[1:], device=targets.device)
+        return found.scatter_(1, torch.where(counts, targets, 0).long()[:, None], counts[:, None].to(found))
+
+    def evidence(self, outputs: Outputs, targets: torch.Tensor, classes: int) -> dict[str, torch.Tensor]:
+        """See `Task`. The first output may also be the classes of the pixels, integers ``(N, H, W)``."""
+        import torch
+
+        first = outputs[0]
+        # The first of equal logits, as the server takes it.
+        predicted = first.argmax(1) if first.ndim == 4 else first.long()
+        counts = _counts(targets, classes)
+        images = torch.arange(len(targets))[:, None, None].expand_as(targets)
+        places = (images * classes + targets) * classes + predicted
+        found = torch.bincount(places[counts], minlength=len(targets) * classes * classes)
+        return {
+            "confusion": found.view(len(targets), classes, classes).to(torch.int32),
+            "predicted": predicted.to(torch.uint8 if classes <= _NARROW else torch.int16),
+        }
+
+    def scores(self, evidence: Evidence) -> dict[str, float]:
+        """Return the mIoU, and the share of right pixels of those that count."""
+        pixels = evidence["confusion"].numpy().sum(0, dtype=np.int64)
+        return {"miou": self.score(evidence), "pixel_accuracy": float(np.trace(pixels) / max(1, pixels.sum()))}
+
+    def score(self, evidence: Evidence, weights: NDArray[np.float64] | None = None) -> float:
+        """Return the mIoU; see `optimize.mean_iou.mean_iou`."""
+        return mean_iou(evidence["confusion"].numpy(), weights)
+
+    def by_class(self, evidence: Evidence) -> NDArray[np.float64]:
+        """Return the intersection over union of each class. It is NaN for a class that has no pixels."""
+        return class_ious(evidence["confusion"].numpy())
+
+    def difference(self, reference: Evidence, other: Evidence) -> IouDifference:
+        """See `Task` and `optimize.mean_iou.iou_difference`."""
+        return iou_difference(reference["confusion"].numpy(), other["confusion"].numpy(), _groups(reference))
+
+    def interval(self, evidence: Evidence) -> tuple[float, float]:
+        """See `Task` and `optimize.mean_iou.iou_interval`."""
+        return iou_interval(evidence["confusion"].numpy(), _groups(evidence))
+
+    def ease(self, evidence: Evidence) -> NDArray[np.generic]:
+        """Return the share of each image's right pixels."""
+        confusion = evidence["confusion"].numpy()
+        right: NDArray[np.float64] = np.trace(confusion, axis1=1, axis2=2) / np.maximum(1, confusion.sum((1, 2)))
+        return right
+
+    def agreements(self, reference: Evidence, other: Evidence) -> dict[str, float]:
+        """Return the share of all pixels with the same class, and that of the image with the smallest share."""
+        alike = _alike(reference["predicted"], other["predicted"])
+        return {"pixel_agreement": float(alike.mean()), "worst_image_agreement": float(alike.min())}
+
+    def likeness(self, expected: Outputs, found: Outputs) -> Likeness:
+        """Compare the classes of pixels: their share in the worst image, and the mean over the expected classes.
+
+        The smaller of the two counts. If most pixels are background, a network that answers nothing else has most
+        pixels right, but not most classes.
+        """
+        classes = expected[0].shape[1]
+        evidence = self.evidence(found, expected[0].argmax(1), classes)
+        confusion = evidence["confusion"].numpy()
+        worst, mean = float(self.ease(evidence).min()), mean_iou(confusion)
+        same = confusion.sum(0, dtype=np.int64)
+        said = (
+            f"same class on {np.trace(same) / same.sum():.1%} of the pixels of {len(confusion)} training images, on "
+            f"{worst:.1%} in the worst of them, mIoU of these answers {mean:.1%}"
+        )
+        return Likeness(min(worst, mean), said)
+
+    def chance(self, classes: int) -> float | None:
+        """Return the most that answers without a look at the image can have: one class has all pixels, and is right."""
+        return 1 / classes
+
+    def remarks(self, evidence: Evidence, targets: torch.Tensor, classes: Sequence[str]) -> list[str]:
+        """Return a line if some classes are in the targets and in no answer."""
+        pixels = evidence["confusion"].numpy().sum(0, dtype=np.int64)
+        never = np.flatnonzero((pixels.sum(1) > 0) & (pixels.sum(0) == 0)).tolist()
+        if not never:
+            return []
+        shown = int((pixels.sum(1) > 0).sum())
+        return [
+            f"the network gives no pixel of the evaluation images {len(never)} of their {shown} classes: "
+            f"{listed([classes[place] for place in never], 6)}; is the order of its outputs that of the classes?"
+        ]
+
+
+SEGMENTATION = Segmentation()
+register(SEGMENTATION)
+
+
+def _counts(targets: torch.Tensor, classes: int) -> torch.Tensor:
+    """Return which pixels count, ``bool`` of the targets' shape."""
+    return (targets >= 0) & (targets < classes)
+
+
+def _mean_of_images(each: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the mean over images of the weighted mean over pixels. ``each`` is weighted already."""
+    return (each.flatten(1).sum(1) / weights.flatten(1).sum(1).clamp_min(1e-6)).mean()
+
+
+def _alike(first: torch.Tensor, second: torch.Tensor) -> NDArray[np.float64]:
+    """Return the share of equal pixels of each image."""
+    return (first == second).flatten(1).double().mean(1).numpy()
+
+
+def _groups(evidence: Evidence) -> NDArray[np.int64] | None:
+    return evidence[GROUPS].numpy() if GROUPS in evidence else None
