@@ -65,15 +65,15 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class IouDifference(PairedDifference):
-    """The difference of the mIoU of two networks on the same images; see `iou_difference`.
+class JackknifeDifference(PairedDifference):
+    """The difference of a score of two networks on the same images, from leaving out each group; see `iou_difference`.
 
     ``gained`` and ``lost`` count images with more and with fewer right pixels.
     """
 
     spread: Spread
 
-    def at(self, confidence: float) -> IouDifference:
+    def at(self, confidence: float) -> JackknifeDifference:
         """See `PairedDifference`."""
         reach = self.spread.reach(_quantile(confidence))
         return dataclasses.replace(self, low=max(-1.0, self.delta - reach), high=min(1.0, self.delta + reach))
@@ -116,10 +116,7 @@ def iou_interval(
     confusion: NDArray[np.integer], groups: NDArray[np.int64] | None = None, confidence: float = 0.95
 ) -> tuple[float, float]:
     """Return the interval of a network's mIoU, from 0 to 1. See `iou_difference` for its kind and its arguments."""
-    counts = _by_group(_pixels(confusion), groups)
-    score = float(_mean(counts.sum(1)))
-    reach = _spread([counts]).reach(_quantile(confidence))
-    return max(0.0, score - reach), min(1.0, score + reach)
+    return _interval(_pixels(confusion), groups, confidence)
 
 
 def iou_difference(
@@ -127,7 +124,7 @@ def iou_difference(
     second: NDArray[np.integer],
     groups: NDArray[np.int64] | None = None,
     confidence: float = 0.95,
-) -> IouDifference:
+) -> JackknifeDifference:
     """Return the mIoU of the second network minus that of the first on the same images, with its interval.
 
     The standard error is the jackknife's over groups of images. To the first order it is that of the linear
@@ -148,19 +145,22 @@ def iou_difference(
     """
     if first.shape != second.shape or not len(first):
         raise ValueError(f"paired confusion matrices must have one shape, got {first.shape} and {second.shape}")
-    counts = [_by_group(_pixels(confusion), groups) for confusion in (first, second)]
-    delta = float(_mean(counts[1].sum(1)) - _mean(counts[0].sum(1)))
-    right = [np.trace(confusion, axis1=1, axis2=2) for confusion in (first, second)]
-    found = IouDifference(
-        delta=delta,
-        low=-1.0,
-        high=1.0,
-        gained=int(np.sum(right[1] > right[0])),
-        lost=int(np.sum(right[1] < right[0])),
-        n=len(first),
-        spread=_spread(counts),
-    )
-    return found.at(confidence)
+    return _difference(_pixels(first), _pixels(second), groups, confidence)
+
+
+def grouped_share(right: NDArray[np.bool_], groups: NDArray[np.int64], confidence: float = 0.95) -> tuple[float, float]:
+    """Return the interval of a share of images, such as an accuracy, that belong together in groups.
+
+    It is that of the mIoU of images of one pixel and one class: see `iou_difference`.
+    """
+    return _interval(_of_shares(right), groups, confidence)
+
+
+def grouped_difference(
+    first: NDArray[np.bool_], second: NDArray[np.bool_], groups: NDArray[np.int64], confidence: float = 0.95
+) -> JackknifeDifference:
+    """Return the difference of two such shares of the same images, with its interval."""
+    return _difference(_of_shares(first), _of_shares(second), groups, confidence)
 
 
 def student_quantile(z: float, freedom: float) -> float:
@@ -190,6 +190,35 @@ def _pixels(confusion: NDArray[np.integer]) -> _Counts:
     common = np.diagonal(confusion, axis1=1, axis2=2).astype(np.float64)
     own, given = (confusion.sum(axis, dtype=np.float64) for axis in (2, 1))
     return np.stack([common, own + given - common, own])
+
+
+def _of_shares(right: NDArray[np.bool_]) -> _Counts:
+    """Return the counts of images of one pixel and one class."""
+    common = np.asarray(right, np.float64)[:, None]
+    return np.stack([common, np.ones_like(common), np.ones_like(common)])
+
+
+def _interval(counts: _Counts, groups: NDArray[np.int64] | None, confidence: float) -> tuple[float, float]:
+    own = _by_group(counts, groups)
+    score, reach = float(_mean(own.sum(1))), _spread([own]).reach(_quantile(confidence))
+    return max(0.0, score - reach), min(1.0, score + reach)
+
+
+def _difference(
+    first: _Counts, second: _Counts, groups: NDArray[np.int64] | None, confidence: float
+) -> JackknifeDifference:
+    own = [_by_group(counts, groups) for counts in (first, second)]
+    more = second[0].sum(1) - first[0].sum(1)
+    found = JackknifeDifference(
+        delta=float(_mean(own[1].sum(1)) - _mean(own[0].sum(1))),
+        low=-1.0,
+        high=1.0,
+        gained=int(np.sum(more > 0)),
+        lost=int(np.sum(more < 0)),
+        n=first.shape[1],
+        spread=_spread(own),
+    )
+    return found.at(confidence)
 
 
 def _mean(counts: _Counts) -> NDArray[np.float64]:

@@ -74,7 +74,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "optimize.data": ("formats",),
     "optimize.lint": ("rules",),
     "optimize.measure": (),
-    "optimize.models": (),
+    "optimize.models": ("networks",),
     "optimize.passes": (),
     "optimize.precision": (),
     "optimize.profiling": ("readers",),
@@ -252,8 +252,11 @@ def test_tests_lie_in_folders_that_are_called_like_those_of_their_subjects(packa
     assert not [folder for folder in folders if not (ROOT / folder).is_dir() or folder == Path(package)]
 
 
-#: Who may name a task: its own files, and data formats, which say whose data they read.
-NAMING_TASKS = ("optimize/tasks/", "serve/runtime/tasks/", "optimize/data/formats/", "optimize/data/from_python.py")
+#: Who may name a task: its own files, data formats, which say whose data they read, and libraries of networks.
+NAMING_TASKS = (
+    *("optimize/tasks/", "serve/runtime/tasks/", "optimize/data/formats/", "optimize/data/from_python.py"),
+    "optimize/models/",
+)
 
 
 def test_nothing_names_a_task_but_the_tasks_and_the_data() -> None:

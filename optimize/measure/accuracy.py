@@ -15,7 +15,7 @@ from optimize.errors import PassError
 from optimize.measure.figures import Accuracy, Difference, OutputParity, Parity
 from optimize.measure.latency import Call
 from optimize.statistics import sqnr_db
-from optimize.tasks.base import Evidence, Task, joined_evidence
+from optimize.tasks.base import GROUPS, Evidence, Task, joined_evidence
 from optimize.tracing.equivalence import output_values
 from serve.runtime.card.card import LOGITS
 from serve.runtime.outputs import Outputs, joined
@@ -61,7 +61,7 @@ def answer(run: Call, context: Context, max_batch: int) -> Answers:
         PassError: an output is NaN or infinite.
         UserError: images cannot be read, and the context does not allow leaving them out.
     """
-    count = len(context.data.val)
+    count, groups = len(context.data.val), context.data.val.groups
     kept = torch.zeros(count, dtype=torch.bool)
     batches = context.evaluation(max_batch, torch.device("cpu"))
     evidence, outputs = [], []
@@ -73,7 +73,8 @@ def answer(run: Call, context: Context, max_batch: int) -> Answers:
             most = _PARITY_NUMBERS // sum(output[0].numel() for output in found)
             places = max(1, min(count, PARITY_IMAGES, most))
             kept[torch.arange(places) * count // places] = True
-        evidence.append(context.task.evidence(found, targets, len(context.data.classes)))
+        own = context.task.evidence(found, targets, len(context.data.classes))
+        evidence.append(own if groups is None else own | {GROUPS: groups[rows]})
         outputs.append(tuple(output[kept[rows]] for output in found))
         context.listener.progressed(done / len(batches), "accuracy")
     left_out = torch.tensor(sorted(batches.left_out), dtype=torch.int64)

@@ -102,7 +102,7 @@ def with_outputs(module: nn.Module, shape: tuple[int, int, int], names: Sequence
     paths = [found[name][0] for name in names] if names else [_logits_in(answer, found)]
     if paths == [()]:
         return module
-    return _replaced(module, lambda forward: _taken(forward, paths))
+    return with_forward(module, lambda forward: _taken(forward, paths))
 
 
 def _logits_in(answer: Any, found: Mapping[str, tuple[tuple[_Step, ...], torch.Tensor]]) -> tuple[_Step, ...]:
@@ -181,8 +181,8 @@ class _Held(nn.Module):
         return self.network(images)
 
 
-def _replaced(module: nn.Module, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> nn.Module:
-    """Give the module another forward, which is made from that of its class."""
+def with_forward(module: nn.Module, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> nn.Module:
+    """Give the module another forward, which is made from that of its class. Its class is changed in place."""
     if isinstance(module, fx.GraphModule):
         module = _Held(module)
     kind = type(module)
@@ -272,9 +272,9 @@ def giving_logits(module: nn.Module, ending: str) -> nn.Module:
         ending: see `ending_of`.
     """
     if ending == "softmax":
-        return _replaced(module, lambda forward: _before(forward, "softmax", _log))
+        return with_forward(module, lambda forward: _before(forward, "softmax", _log))
     if ending == "sigmoid":
-        return _replaced(module, lambda forward: _before(forward, "sigmoid", _log_odds))
+        return with_forward(module, lambda forward: _before(forward, "sigmoid", _log_odds))
     return module
 
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from optimize.models import timm, torchvision
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
+from optimize.models.networks import unet
 from optimize.models.source import ModelSource
 from optimize.models.torchvision import torchvision_source
 from optimize.models.user_models import user_source
 from serve.runtime.errors import UserError
+
+#: The project's own networks.
+_OWN = {unet.NAME: unet.unet_source}
 
 #: The endings of files of weights.
 _WEIGHTS = (".pt", ".pth", ".ckpt", ".th", ".tar", ".safetensors", ".bin")
 
 
 def resolve_model(reference: str) -> ModelSource:
-    """Find a model by a torchvision name, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``.
+    """Find a model by its name.
+
+    That is a torchvision name, ``unet_small``, ``timm:NAME``, ``path/to/file.py:factory`` or
+    ``package.module:factory``.
 
     Raises:
         UserError: the model (the nearest names are suggested), file, module or factory does not exist, or the user's
@@ -35,7 +42,7 @@ def resolve_model(reference: str) -> ModelSource:
             f"{reference}: passes work on PyTorch networks, not on ONNX graphs; name the original network, and "
             "give its weights with --checkpoint"
         )
-    return torchvision_source(reference)
+    return _OWN[reference]() if reference in _OWN else torchvision_source(reference, _OWN)
 
 
 def with_named_weights(source: ModelSource, weights: str) -> tuple[ModelSource, Checkpoint]:

@@ -1,7 +1,8 @@
 """A model source: it builds a new ``nn.Module``, and declares the module's input.
 
-Each origin has its file: `optimize.models.torchvision`, `optimize.models.timm`, `optimize.models.user_models` and
-`optimize.models.module_source`. `optimize.models.model_names` turns a name into a source.
+Each origin has its file: `optimize.models.torchvision`, `optimize.models.timm`, `optimize.models.networks`,
+`optimize.models.user_models` and `optimize.models.module_source`. `optimize.models.model_names` turns a name into a
+source.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from serve.runtime.card.card import Preprocessing
 from serve.runtime.display import Described
 from serve.runtime.errors import UserError, one_line
 
-Origin = Literal["torchvision", "timm", "user", "module"]
+Origin = Literal["torchvision", "timm", "own", "user", "module"]
 
 
 def _identity(num_classes: int, image_size: int | None) -> nn.Module:
@@ -43,8 +44,11 @@ class ModelSource(Described):
         size_multiple: the side must be a multiple of this (a ViT's patch).
         only_size: the only side that it can take, if named weights fix it.
         origin: which file of this package made it.
+        task: the name of the task that its network is for. None: unknown, and it is tried.
+        auxiliary: the weight in the loss of each output that the network has only in training, behind its first one.
         home: the imported module of the user's own code, which is searched for classes of pickled networks.
         factory: called by `build` with ``num_classes`` and ``image_size``.
+        training_factory: the same for a network with `auxiliary` outputs.
     """
 
     reference: str
@@ -57,14 +61,18 @@ class ModelSource(Described):
     size_multiple: int = 1
     only_size: int | None = None
     origin: Origin = "user"
+    task: str | None = None
+    auxiliary: tuple[float, ...] = ()
     home: types.ModuleType | None = field(default=None, repr=False, compare=False)
     factory: Callable[[int, int | None], Any] = field(default=_identity, repr=False, compare=False)
+    training_factory: Callable[[int, int | None], Any] | None = field(default=None, repr=False, compare=False)
 
-    def build(self, num_classes: int, image_size: int | None = None) -> nn.Module:
+    def build(self, num_classes: int, image_size: int | None = None, *, training: bool = False) -> nn.Module:
         """Build the module, randomly initialised, with ``num_classes`` outputs.
 
         ``num_classes`` and ``image_size`` (pixels, for networks that are built for one size) are passed only if the
-        factory takes them. The result is without wrappers, and in float32 whatever its dtype was.
+        factory takes them. The result is without wrappers, and in float32 whatever its dtype was. With ``training`` it
+        has its `auxiliary` outputs while it is in training mode.
 
         Raises:
             UserError: the size is illegal, the factory raises, or its result is not an eager ``nn.Module``.
@@ -74,7 +82,8 @@ class ModelSource(Described):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                model = self.factory(num_classes, image_size)
+                build = (self.training_factory if training else None) or self.factory
+                model = build(num_classes, image_size)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             raise UserError(f"{self.reference}: building the model failed: {one_line(error)}") from None
         model = unwrapped(model)
@@ -83,6 +92,18 @@ class ModelSource(Described):
         if not isinstance(model, nn.Module):
             raise UserError(f"{self.reference}: must return a torch.nn.Module, it returned {type(model).__name__}")
         return model.float()
+
+    def check_task(self, task: str, data: str) -> None:
+        """Refuse a network that is for another task than the data called ``data``.
+
+        Raises:
+            UserError: it is.
+        """
+        if self.task not in (None, task):
+            raise UserError(
+                f"{self.reference} is a network for {self.task}, and {data} is for {task}: choose a network or data "
+                "of one task"
+            )
 
     def check_size(self, size: int) -> None:
         """Refuse a side of the input that the network cannot take, and name the nearest that it can.

@@ -57,6 +57,7 @@ def timm_source(name: str) -> ModelSource:
         declared_by=_words(wanted) if wanted is not None else "",
         min_size=max(wanted.min_input_size[1:]) if wanted is not None and wanted.min_input_size else 1,
         origin="timm",
+        task="classification",
         factory=functools.partial(_build, name, False),
     )
     return _sized(source, wanted.input_size[-1]) if wanted is not None and wanted.fixed_input_size else source

@@ -1,38 +1,55 @@
-"""torchvision's image classifiers: their builders, the preprocessing of their weights, and these weights' files."""
+"""torchvision's networks for images: their builders, the preprocessing of their weights, and these weights' files.
+
+Those are its classifiers and its networks for semantic segmentation.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 import sys
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from optimize.models.logits import with_forward
 from optimize.models.source import ModelSource
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.errors import UserError, did_you_mean, first_line
 from serve.runtime.images.lean_torchvision import models, torchvision
 
+#: The weight of an auxiliary head in the loss, as in torchvision's training of these networks.
+_AUXILIARY = 0.5
 
-def torchvision_source(name: str) -> ModelSource:
-    """Return a torchvision classifier with the preprocessing of its default weights.
+
+def torchvision_source(name: str, others: Iterable[str] = ()) -> ModelSource:
+    """Return a torchvision network with the preprocessing of its default weights.
+
+    Args:
+        name: a classifier, or a network for semantic segmentation.
+        others: other names that would be found, to be suggested.
 
     Raises:
-        UserError: the classifier does not exist. The nearest names are suggested.
+        UserError: the network does not exist. The nearest names are suggested.
     """
+    maps = models.list_models(module=models.segmentation)
+    if name in maps:
+        return _segmentation_source(name)
     known = models.list_models(module=models)
     if name not in known:
         if name in models.list_models():
-            raise UserError(f"{name} is a torchvision model, but not a floating-point image classifier")
+            raise UserError(
+                f"{name} is a torchvision model, but neither a floating-point image classifier nor for segmentation"
+            )
         raise UserError(
-            f"there is no torchvision classifier {name!r}{did_you_mean(name, known)}; write timm:NAME for timm, "
-            "and path/to/file.py:FACTORY or package.module:FACTORY for your own model"
+            f"there is no torchvision network {name!r}{did_you_mean(name, [*known, *maps, *others])}; write timm:NAME "
+            "for timm, and path/to/file.py:FACTORY or package.module:FACTORY for your own model"
         )
     weights = models.get_model_weights(name).DEFAULT
     min_size, multiple = max(weights.meta.get("min_size", (1, 1))), 1
@@ -52,15 +69,35 @@ def torchvision_source(name: str) -> ModelSource:
         min_size=min_size,
         size_multiple=multiple,
         origin="torchvision",
+        task="classification",
         factory=functools.partial(_build, models.get_model_builder(name), name),
     )
+
+
+def _segmentation_source(name: str) -> ModelSource:
+    weights, builder = models.get_model_weights(name).DEFAULT, models.get_model_builder(name)
+    source = ModelSource(
+        reference=name,
+        name=name,
+        fingerprint=f"torchvision/{torchvision.__version__}/{name}",
+        preprocessing=_transforms(weights),
+        declared_by=f"torchvision's default weights, {weights.name}, without their crop",
+        min_size=32,  # four or five halvings of the side
+        origin="torchvision",
+        task="segmentation",
+        factory=functools.partial(_build_for_maps, builder, {}),
+    )
+    if "aux_loss" not in inspect.signature(builder).parameters:
+        return source
+    with_head = functools.partial(_build_for_maps, builder, {"aux_loss": True})
+    return dataclasses.replace(source, auxiliary=(_AUXILIARY,), training_factory=with_head)
 
 
 def with_weights(source: ModelSource, weights: str) -> ModelSource:
     """Return ``source`` with the transforms of those weights, and their only image size if they have one.
 
     Args:
-        source: a torchvision classifier.
+        source: a torchvision network.
         weights: ``DEFAULT`` or an entry's name, such as ``IMAGENET1K_V1``.
 
     Raises:
@@ -125,9 +162,13 @@ def _digest(url: str) -> str | None:
 
 def _transforms(weights: Any) -> Preprocessing:
     presets = weights.transforms()
+    side = presets.resize_size[0]
+    # Networks for segmentation take any size and have no crop. All of a picture is scaled, so that each pixel has an
+    # answer.
+    crop = presets.crop_size[0] if hasattr(presets, "crop_size") else None
     return Preprocessing(
-        resize=presets.resize_size[0],
-        crop=(presets.crop_size[0], presets.crop_size[0]),
+        resize=(side, side) if crop is None else side,
+        crop=(crop or side, crop or side),
         mean=tuple(presets.mean),
         std=tuple(presets.std),
         interpolation=presets.interpolation.value,
@@ -147,3 +188,20 @@ def _build(builder: Callable[..., nn.Module], name: str, num_classes: int, image
     if image_size is not None and name.startswith("maxvit"):
         options["input_size"] = (image_size, image_size)
     return builder(**options)
+
+
+def _build_for_maps(
+    builder: Callable[..., nn.Module], options: dict[str, Any], num_classes: int, image_size: int | None
+) -> nn.Module:
+    """Build a network for segmentation that returns its logits, and in training those of its auxiliary head, too."""
+    return with_forward(
+        builder(weights=None, weights_backbone=None, num_classes=num_classes, **options), _logits_of_maps
+    )
+
+
+def _logits_of_maps(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_of_logits(self: nn.Module, images: torch.Tensor) -> Any:
+        found = forward(self, images)
+        return (found["out"], found["aux"]) if self.training and "aux" in found else found["out"]
+
+    return forward_of_logits

@@ -19,6 +19,9 @@ from serve.runtime.errors import UserError, listed
 #: Names by the file's key, or by a shorter form of one.
 Names = Mapping[str, str]
 
+#: Beginnings of the names of torchvision's auxiliary heads, which are only for training.
+_AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "aux_classifier.")
+
 #: Names in training scripts for values saved beside a network: weights of a loss, counts of a metric.
 _BESIDE = re.compile(r"(^|_)(criterion|loss|metrics?)(_|\d|$)")
 
@@ -47,8 +50,8 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, path: Path) -> tuple[str
     LightningModule. So are the marks that wrappers leave inside names. If one state dict contains several things, those
     with one prefix are taken, if they fit and are all that the model needs. Names that a module's own loading converts,
     as torch's weight norm does, are left to it. Some keys are left out without an error: BatchNorm's
-    ``num_batches_tracked`` (absent before torch 0.4.1), and the auxiliary classifiers of GoogLeNet and Inception, which
-    are only for training. If the file's state dicts have unusual places, the one that fits is taken.
+    ``num_batches_tracked`` (absent before torch 0.4.1), and the auxiliary heads of torchvision's networks, which are
+    only for training. If the file's state dicts have unusual places, the one that fits is taken.
 
     Returns:
         What was renamed and left out, in words for a reader.
@@ -212,7 +215,7 @@ def _fitted(state: State, own: State) -> tuple[dict[str, torch.Tensor], list[str
         beside = top not in tops and (_BESIDE.search(top) is not None or (top == key and not value.shape))
         if key not in own and renamed in own:
             fitted[renamed] = fitted.pop(key)
-        elif key not in own and key.startswith(("AuxLogits.", "aux1.", "aux2.")):
+        elif key not in own and key.startswith(_AUXILIARY):
             del fitted[key]
         elif key not in own and (beside or key.endswith("_extra_state")):
             del fitted[key]

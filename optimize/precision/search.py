@@ -37,7 +37,7 @@ from optimize.run.relative_speeds import Turns
 from optimize.run.report_rows import Measurements, measure
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
-from optimize.tasks.base import GROUPS, Evidence, Task, rows_of
+from optimize.tasks.base import Evidence, Task, groups_of, rows_of
 from serve.common.config import Config
 from serve.runtime.errors import EngineError, PipelineError, UserError
 
@@ -211,7 +211,7 @@ def search(
     bed.keys.update(start.keys | ranked)
     task = session.context.task
     answers = start.evidence[_first(start.rows)]
-    parts = halves(task.ease(answers), answers[GROUPS].numpy() if GROUPS in answers else None)
+    parts = halves(task.ease(answers), groups_of(answers))
     ledger: _Ledger | None = None
     remarks: list[str] = []
     with bench:

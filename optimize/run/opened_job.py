@@ -79,6 +79,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     listener.started("opening")  # until the next step begins
     torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch (2.14) ignores a container's CPU quota
     data = _data(job, listener, checkpoint, origin)
+    source.check_task(data.task, data.name)
     validation = f"{len(data.val)} of {data.val_of}" if data.val_of else f"{len(data.val)}"
     wishes = [wish for wish in (recipe, job.preprocessing) if wish is not None]
     chosen = choose_preprocessing(source, data, job.image_size, wishes)

@@ -186,6 +186,11 @@ def joined_evidence(parts: Iterable[Evidence]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([part[name] for part in every]) for name in every[0]}
 
 
+def groups_of(evidence: Evidence) -> NDArray[np.int64] | None:
+    """Return the group of each image, ``(N,)``. None: each is its own."""
+    return evidence[GROUPS].numpy() if GROUPS in evidence else None
+
+
 def rows_of(evidence: Evidence, rows: NDArray[np.int64]) -> dict[str, torch.Tensor]:
     """Return the evidence of some of the images."""
     import torch

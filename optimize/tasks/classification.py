@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from optimize.data.class_order import ORDER_FLAG, ORDERS
+from optimize.mean_iou import grouped_difference, grouped_share
 from optimize.statistics import PairedDifference, paired_difference, wilson_interval
-from optimize.tasks.base import Evidence, Likeness, Metric, Task, register
+from optimize.tasks.base import Evidence, Likeness, Metric, Task, groups_of, register
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,8 @@ class Classification(Task):
     counted: ClassVar[str] = "images"
     method: ClassVar[str] = (
         "Accuracy differences compare the same images under both models; their 95 % interval is Tango's score interval "
-        "for paired proportions, and is the wider the more images changed sides (gained and lost)."
+        "for paired proportions, and is the wider the more images changed sides (gained and lost). If the data have "
+        "groups of images, it is Student's with the jackknife's error over groups."
     )
 
     def fault_of(self, output: object, inputs: torch.Tensor, classes: int) -> str | None:
@@ -112,11 +114,15 @@ class Classification(Task):
         return float(np.average(evidence["first"].numpy(), weights=weights))
 
     def difference(self, reference: Evidence, other: Evidence) -> PairedDifference:
-        """See `Task`. The interval is Tango's."""
-        return paired_difference(reference["first"].numpy(), other["first"].numpy())
+        """See `Task`. The interval is Tango's, or the jackknife's if images belong together in groups."""
+        right = reference["first"].numpy(), other["first"].numpy()
+        groups = groups_of(reference)
+        return paired_difference(*right) if groups is None else grouped_difference(*right, groups)
 
     def interval(self, evidence: Evidence) -> tuple[float, float]:
-        """See `Task`. The interval is Wilson's."""
+        """See `Task`. The interval is Wilson's, or the jackknife's if images belong together in groups."""
+        if (groups := groups_of(evidence)) is not None:
+            return grouped_share(evidence["first"].numpy(), groups)
         return wilson_interval(self.score(evidence), len(evidence["first"]))
 
     def ease(self, evidence: Evidence) -> NDArray[np.generic]:

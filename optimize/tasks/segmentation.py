@@ -1,4 +1,4 @@
-"""Semantic segmentation: a class for each pixel. The first output is logits ``(N, classes, H, W)``, of the input's size.
+"""Semantic segmentation: a class for each pixel. The first output is logits ``(N, classes, H, W)`` of the input size.
 
 Targets are class maps ``(N, H, W)``, ``uint8`` up to 255 classes and ``int16`` for more. A value that is no class does
 not count: data use the largest value of the type.
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from optimize.mean_iou import IouDifference, class_ious, iou_difference, iou_interval, mean_iou
-from optimize.tasks.base import GROUPS, Evidence, Likeness, Metric, Task, register
+from optimize.mean_iou import JackknifeDifference, class_ious, iou_difference, iou_interval, mean_iou
+from optimize.tasks.base import Evidence, Likeness, Metric, Task, groups_of, register
 from serve.runtime.errors import listed
 
 if TYPE_CHECKING:
@@ -138,13 +138,13 @@ class Segmentation(Task):
         """Return the intersection over union of each class. It is NaN for a class that has no pixels."""
         return class_ious(evidence["confusion"].numpy())
 
-    def difference(self, reference: Evidence, other: Evidence) -> IouDifference:
+    def difference(self, reference: Evidence, other: Evidence) -> JackknifeDifference:
         """See `Task` and `optimize.mean_iou.iou_difference`."""
-        return iou_difference(reference["confusion"].numpy(), other["confusion"].numpy(), _groups(reference))
+        return iou_difference(reference["confusion"].numpy(), other["confusion"].numpy(), groups_of(reference))
 
     def interval(self, evidence: Evidence) -> tuple[float, float]:
         """See `Task` and `optimize.mean_iou.iou_interval`."""
-        return iou_interval(evidence["confusion"].numpy(), _groups(evidence))
+        return iou_interval(evidence["confusion"].numpy(), groups_of(evidence))
 
     def ease(self, evidence: Evidence) -> NDArray[np.generic]:
         """Return the share of each image's right pixels."""
@@ -208,7 +208,3 @@ def _mean_of_images(each: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def _alike(first: torch.Tensor, second: torch.Tensor) -> NDArray[np.float64]:
     """Return the share of equal pixels of each image."""
     return (first == second).flatten(1).double().mean(1).numpy()
-
-
-def _groups(evidence: Evidence) -> NDArray[np.int64] | None:
-    return evidence[GROUPS].numpy() if GROUPS in evidence else None

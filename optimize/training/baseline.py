@@ -34,19 +34,20 @@ _EXAMPLES, _TRACED = 8, 4
 _ROUNDED = 1e-2
 
 
-def new_module(source: ModelSource, context: Context, ending: str = "logits") -> nn.Module:
+def new_module(source: ModelSource, context: Context, ending: str = "logits", *, training: bool = False) -> nn.Module:
     """Build the model from its code for the run's classes and image size, with random weights.
 
     Args:
         source: the model's architecture.
         context: data and preprocessing.
         ending: the end of its forward, as `ending_of` found it. The module gives the logits before that.
+        training: whether it has its auxiliary outputs; see `ModelSource.build`.
 
     Raises:
         UserError: it cannot be built, or its outputs are unclear; see `with_outputs`.
     """
-    module = source.build(len(context.data.classes), context.preprocessing.crop[0])
-    if context.outputs or source.origin in ("user", "module"):  # a library's classifiers give logits
+    module = source.build(len(context.data.classes), context.preprocessing.crop[0], training=training)
+    if context.outputs or source.origin in ("user", "module"):  # a library's networks give logits
         shape = context.preprocessing.shape
         module = with_outputs(materialised(module, shape), shape, context.outputs)
     return giving_logits(module, ending)
@@ -75,7 +76,8 @@ def make_baseline(
     """
     example, classes = context.example(_EXAMPLES), len(context.data.classes)
     torch.manual_seed(context.seed)
-    module = new_module(source, context)
+    auxiliary = source.auxiliary if isinstance(weights, TrainingConfig) and not context.outputs else ()
+    module = new_module(source, context, training=bool(auxiliary))
     notes: tuple[str, ...] = ()
     training: tuple[History, ...] = ()
     if isinstance(weights, Checkpoint):
@@ -94,9 +96,16 @@ def make_baseline(
     module = giving_logits(module, ending)
     probabilities: Probabilities = "sigmoid" if ending == "sigmoid" else "softmax"
     if isinstance(weights, TrainingConfig):
-        result = train(module.train(), dataclasses.replace(context, probabilities=probabilities), weights)
+        result = train(
+            module.train(), dataclasses.replace(context, probabilities=probabilities), weights, auxiliary=auxiliary
+        )
         notes, training = (f"trained here: {result.kept}", *result.notes), (result.history,)
     module = module.cpu().eval()
+    if auxiliary:
+        with torch.random.fork_rng(devices=[]):
+            plain = new_module(source, context, ending)
+        plain.load_state_dict({name: module.state_dict()[name] for name in plain.state_dict()})
+        module = plain.eval()
     _check_output(module, example[:_TRACED], classes, context.task)
     if ending != "logits":
         context.listener.said(ENDINGS[ending])

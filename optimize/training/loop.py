@@ -59,11 +59,12 @@ def train(
     keep_zeros: bool = False,
     penalty: Penalty | None = None,
     nodes: Mapping[str, str] | None = None,
+    auxiliary: tuple[float, ...] = (),
 ) -> TrainingResult:
     """Train ``module`` in place on ``context.device`` and leave it there in eval mode, at its best epoch.
 
     Args:
-        module: maps ``float32 (N, C, H, W)`` to logits ``(N, classes)``.
+        module: maps ``float32 (N, C, H, W)`` to logits ``(N, classes, …)``, or to a tuple that begins with them.
         context: data, device and seed, and the folder for the run's checkpoints.
         config: see `TrainingConfig`.
         set_mode: called after the module was put into training mode (True) or eval mode (False), with the epoch's
@@ -73,6 +74,7 @@ def train(
         penalty: pulls weights besides the loss. With a penalty the last epoch is kept, because it was pulled longest.
         nodes: maps names that a teacher's features may use to names in the module's graph, if the module was made from
             the network that users know. None: the graph's nodes by their names.
+        auxiliary: the weight in the loss of each output behind the first that the module has only in training.
 
     Raises:
         PassError: the loss became NaN or infinite.
@@ -83,7 +85,7 @@ def train(
             f"{type(module).__name__} cannot be trained: none of its {len(list(module.parameters()))} parameters "
             "has requires_grad; set it for the weights to train, or give trained weights as a checkpoint"
         )
-    manner = Manner(set_mode, from_start, keep_zeros, penalty, nodes)
+    manner = Manner(set_mode, from_start, keep_zeros, penalty, nodes, auxiliary)
     if context.processes > 1 and not group.together():
         return train_together(module, context, config, manner)
     with deterministic(config.deterministic):
@@ -109,7 +111,7 @@ class _Run:
         self.checkpoints = Checkpoints(context.unfinished, start, context.checkpoint_seconds, context.listener)
         self.precision = Precision(config, self.device)
         self.precision.prepare(module)
-        self.objective = objective(module, context, config, fit, precision=self.precision, nodes=manner.nodes)
+        self.objective = objective(module, context, config, fit, precision=self.precision, manner=manner)
         self.objective.own.to(self.device)
         self.forward = joined(module, self.device, self.objective.student)
         self.zeros = Zeros(module) if manner.keep_zeros else None

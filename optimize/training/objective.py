@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +17,11 @@ from optimize.training.config import TrainingConfig
 from optimize.training.distil import Distil
 from optimize.training.features import Student, match, relative_error
 from optimize.training.precision import Precision
+from optimize.training.results import Manner
 from optimize.training.teacher_answers import answers_of, changing, kept_answers
 from serve.runtime.card.card import Probabilities
 from serve.runtime.errors import UserError, one_line
-from serve.runtime.outputs import first_output
+from serve.runtime.outputs import as_outputs, first_output
 
 #: The most bytes of a teacher's outputs that are kept: class maps have logits for each pixel.
 _MOST_KEPT = 16 << 30
@@ -51,8 +51,15 @@ class Objective:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, config: TrainingConfig, task: Task, probabilities: Probabilities = "softmax") -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        task: Task,
+        probabilities: Probabilities = "softmax",
+        auxiliary: tuple[float, ...] = (),
+    ) -> None:
         self._task, self._smoothing, self._probabilities = task, config.label_smoothing, probabilities
+        self._auxiliary = auxiliary
         self.own = nn.ModuleList()
 
     def student(self, module: nn.Module) -> nn.Module:
@@ -61,7 +68,11 @@ class Objective:
 
     def loss(self, outputs: Any, piece: Piece) -> torch.Tensor:
         """Return the mean over a piece's images. ``outputs`` are the student's, in float32."""
-        return self._task.loss(first_output(outputs), piece.targets, self._probabilities, self._smoothing)
+        losses = [
+            weight * self._task.loss(output, piece.targets, self._probabilities, self._smoothing)
+            for weight, output in zip((1.0, *self._auxiliary), as_outputs(outputs), strict=False)
+        ]
+        return torch.stack(losses).sum()
 
 
 class Distillation(Objective):
@@ -73,7 +84,7 @@ class Distillation(Objective):
         config: settings with a teacher.
         fit: the training images.
         precision: the precision of a step.
-        nodes: maps names in settings to names in the student's graph. None: every node by its name.
+        manner: how the student is trained besides the settings.
 
     Raises:
         UserError: the teacher has other classes, a feature does not exist, or its shapes do not fit.
@@ -88,9 +99,9 @@ class Distillation(Objective):
         fit: Split,
         *,
         precision: Precision,
-        nodes: Mapping[str, str] | None = None,
+        manner: Manner,
     ) -> None:
-        super().__init__(config, context.task, context.probabilities)
+        super().__init__(config, context.task, context.probabilities, manner.auxiliary)
         if config.distil is None or context.teacher is None:
             raise ValueError("there is no teacher")
         self._settings, self._teacher, self._context = config.distil, context.teacher, context
@@ -98,7 +109,7 @@ class Distillation(Objective):
         features, example, asked = self._settings.features, context.example(2), self._teacher.module
         logits = check_answers(self._teacher, context, example)
         if features:
-            matched = match(module, asked, features, example, nodes)
+            matched = match(module, asked, features, example, manner.nodes)
             self._graph, self.own, asked = matched.student, matched.projections, matched.teacher
         # A copy, because the teacher may teach again, from the CPU.
         self._asked = copy.deepcopy(asked).to(context.device).eval().requires_grad_(False)
@@ -122,7 +133,7 @@ class Distillation(Objective):
         wanted, others = self._answers(piece)
         parts = []
         if settings.weight < 1:
-            parts.append((1 - settings.weight) * super().loss(logits, piece))
+            parts.append((1 - settings.weight) * super().loss(logits if settings.features else outputs, piece))
         if settings.weight:
             soft = self._task.soft_loss(logits, wanted, settings.temperature, self._probabilities)
             parts.append(settings.weight * soft)
@@ -194,9 +205,9 @@ def objective(
     fit: Split,
     *,
     precision: Precision,
-    nodes: Mapping[str, str] | None = None,
+    manner: Manner,
 ) -> Objective:
     """Return the objective of ``config``. Arguments and errors as in `Distillation`."""
     if config.distil is None:
-        return Objective(config, context.task, context.probabilities)
-    return Distillation(module, context, config, fit, precision=precision, nodes=nodes)
+        return Objective(config, context.task, context.probabilities, manner.auxiliary)
+    return Distillation(module, context, config, fit, precision=precision, manner=manner)

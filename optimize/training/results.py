@@ -32,6 +32,7 @@ class Manner:
     keep_zeros: bool = False
     penalty: Penalty | None = None
     nodes: Mapping[str, str] | None = None
+    auxiliary: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

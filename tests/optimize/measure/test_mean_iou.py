@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from optimize.mean_iou import (
     Spread,
     class_ious,
+    grouped_difference,
+    grouped_share,
     iou_difference,
     iou_interval,
     mean_iou,
@@ -21,7 +23,7 @@ from optimize.mean_iou import (
     student_score,
 )
 from optimize.run.recommendation.non_inferiority import prove
-from optimize.statistics import images_needed, paired_interval, smallest_loss
+from optimize.statistics import images_needed, paired_interval, smallest_loss, wilson_interval
 
 Z = NormalDist().inv_cdf(0.975)
 
@@ -146,6 +148,22 @@ def test_students_quantile_is_near_the_exact_one_and_has_an_inverse(freedom: flo
 def test_far_quantiles_of_few_degrees_of_freedom_are_infinite() -> None:
     assert student_quantile(40.0, 1.0) == math.inf
     assert Spread(0.1, 1.0, 2, 1.0).reach(40.0) == math.inf
+
+
+def test_groups_of_alike_images_count_as_one_image_each() -> None:
+    rng = np.random.default_rng(0)
+    first, second = rng.random((2, 60)) < 0.8
+    groups, frames = np.arange(60), np.repeat(np.arange(60), 5)
+    alone, several = (
+        grouped_difference(np.repeat(first, times), np.repeat(second, times), names)
+        for times, names in ((1, groups), (5, frames))
+    )
+    assert (several.delta, several.low, several.high) == pytest.approx((alone.delta, alone.low, alone.high))
+    assert several.gained == 5 * alone.gained
+    tango = paired_interval(alone.gained, alone.lost, 60)
+    assert (alone.delta, alone.low, alone.high) == pytest.approx((tango.delta, tango.low, tango.high), abs=0.02)
+    assert grouped_share(np.repeat(first, 5), frames) == pytest.approx(wilson_interval(first.mean(), 60), abs=0.03)
+    assert grouped_share(np.repeat(first, 5), np.arange(300))[0] > grouped_share(np.repeat(first, 5), frames)[0]
 
 
 # --- coverage

@@ -53,9 +53,9 @@ def test_a_wrong_name_is_told_the_nearest(wrong, right):
         resolve_model(wrong)
 
 
-@pytest.mark.parametrize("name", ["fcn_resnet50", "ssd300_vgg16", "r3d_18", "raft_small", "quantized_resnet18"])
+@pytest.mark.parametrize("name", ["ssd300_vgg16", "r3d_18", "raft_small", "quantized_resnet18"])
 def test_torchvision_models_of_other_tasks_are_refused_as_such(name):
-    with pytest.raises(UserError, match="not a floating-point image classifier"):
+    with pytest.raises(UserError, match="neither a floating-point image classifier nor for segmentation"):
         resolve_model(name)
 
 

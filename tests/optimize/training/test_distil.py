@@ -28,6 +28,7 @@ from optimize.training.loop import train
 from optimize.training.mixup import mixed
 from optimize.training.objective import Distillation, Piece
 from optimize.training.precision import Precision
+from optimize.training.results import Manner
 from serve.runtime.errors import UserError
 from tests.optimize.tiny_net import Tiny
 from tests.optimize.training.test_training_loop import FAST, brightness
@@ -145,7 +146,8 @@ def test_the_parts_are_weighted_and_only_the_labels_are_smoothed(mixup):
     }
     config = learning(**settings).model_copy(update={"label_smoothing": 0.1})
     student = narrow()
-    objective = Distillation(student, context, config, context.data.train, precision=Precision(config, CPU))
+    precision = Precision(config, CPU)
+    objective = Distillation(student, context, config, context.data.train, precision=precision, manner=Manner())
     images, labels = torch.randn(6, 1, 16, 16), torch.tensor([0, 1, 2, 3, 1, 0])
     shares = nn.functional.one_hot(labels, 4).float()
     if mixup is not None:
@@ -259,7 +261,8 @@ def test_in_bfloat16_the_teacher_answers_in_it_and_the_loss_is_float32():
     master.conv.register_forward_hook(lambda layer, given, out: seen.add(out.dtype))
     config = learning(features=["relu"]).model_copy(update={"precision": "bfloat16", "epochs": 1})
     context = taught(brightness(), master)
-    objective = Distillation(narrow(), context, config, context.data.train, precision=Precision(config, CPU))
+    precision = Precision(config, CPU)
+    objective = Distillation(narrow(), context, config, context.data.train, precision=precision, manner=Manner())
     piece = Piece(torch.randn(4, 1, 16, 16), torch.arange(4), torch.arange(4))
     seen.clear()
     given = Precision(config, CPU).forward(objective.student(narrow()), piece.inputs)

@@ -1,0 +1,1 @@
+"""The project's own networks, for names that need no library. In: classes. Out: modules with random weights."""
