@@ -146,7 +146,7 @@ def must_be_model(value: object) -> None:
     if isinstance(value, type) and issubclass(value, nn.Module):
         built = f"; give an instance of it: {value.__name__}(…)"
     raise UserError(
-        "model: must be the name of a torchvision classifier, timm:NAME, path/to/file.py:factory, "
+        "model: must be the name of a network (torchvision's, unet_small or timm:NAME), path/to/file.py:factory, "
         f"package.module:factory or an nn.Module, not {reprlib.repr(value)} ({type(value).__name__}){built}"
     )
 

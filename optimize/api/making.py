@@ -63,8 +63,8 @@ def load(
     """Return the baseline variant: a model with its checkpoint, or a model trained here.
 
     Args:
-        model: a torchvision classifier, ``timm:NAME``, ``path/to/file.py:factory``, ``package.module:factory``, or an
-            ``nn.Module``, which is copied with its weights.
+        model: a network's name (torchvision's, ``unet_small`` or ``timm:NAME``), ``path/to/file.py:factory``,
+            ``package.module:factory``, or an ``nn.Module``, which is copied with its weights.
         checkpoint: a file of weights.
         data: ``digits``, ``imagefolder:DIR`` or a torchvision data set. You can also pass a ``Dataset``, a
             ``DataLoader``, or a pair of images and labels. `image_data` wraps these with facts that must be stated.

@@ -53,8 +53,8 @@ class Job(Config):
     model_config = ConfigDict(title="")  # messages name its settings like the command line
 
     model: str | InstanceOf[Module] = Field(
-        description="A torchvision classifier, timm:NAME, path/to/file.py:factory or some.module:factory. A program "
-        "may also give a module with its weights."
+        description="A network's name (torchvision's, unet_small or timm:NAME), path/to/file.py:factory or "
+        "some.module:factory. A program may also give a module with its weights."
     )
     checkpoint: Path | None = Field(
         default=None,

@@ -31,7 +31,10 @@ class TeacherModel(Config):
 
     model_config = ConfigDict(title="teacher")
 
-    model: str = Field(description="a torchvision name, timm:NAME, path/to/file.py:factory or package.module:factory")
+    model: str = Field(
+        description="a network's name (torchvision's, unet_small or timm:NAME), path/to/file.py:factory or "
+        "package.module:factory"
+    )
     checkpoint: Path | None = Field(
         default=None, description="its weights: a checkpoint, or the weights.safetensors of an artifact"
     )

@@ -88,7 +88,7 @@ def test_a_name_that_the_package_has_not_names_the_nearest() -> None:
 
 @pytest.mark.parametrize("value", [os, 3, nn.Linear])
 def test_what_is_no_model_is_refused_in_one_line_with_what_would_be(value: object) -> None:
-    with pytest.raises(UserError, match=r"^model: must be the name of a torchvision classifier, .*, not .*") as no:
+    with pytest.raises(UserError, match=r"^model: must be the name of a network .*, not .*") as no:
         opt.load(value)  # type: ignore[arg-type]
     assert "\n" not in str(no.value)
     assert ("give an instance of it: Linear(…)" in str(no.value)) is (value is nn.Linear)
