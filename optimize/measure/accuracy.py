@@ -147,7 +147,7 @@ def least_sqnr(reference: Answers, other: Answers) -> float | None:
 
 
 def _closeness(reference: torch.Tensor, other: torch.Tensor) -> dict[str, Any]:
-    difference = (reference - other).abs()
+    difference = (reference.float() - other.float()).abs()  # classes are integers without a sign
     return {
         "max_abs": difference.max().item(),
         "mean_abs": difference.double().mean().item(),

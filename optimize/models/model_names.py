@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from optimize.models import timm, torchvision
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
-from optimize.models.networks import unet
+from optimize.models.networks import smp, unet
 from optimize.models.source import ModelSource
 from optimize.models.torchvision import torchvision_source
 from optimize.models.user_models import user_source
@@ -20,7 +20,7 @@ _WEIGHTS = (".pt", ".pth", ".ckpt", ".th", ".tar", ".safetensors", ".bin")
 def resolve_model(reference: str) -> ModelSource:
     """Find a model by its name.
 
-    That is a torchvision name, ``unet_small``, ``timm:NAME``, ``path/to/file.py:factory`` or
+    That is a torchvision name, ``unet_small``, ``timm:NAME``, ``smp:NAME``, ``path/to/file.py:factory`` or
     ``package.module:factory``.
 
     Raises:
@@ -29,6 +29,8 @@ def resolve_model(reference: str) -> ModelSource:
     """
     if reference.startswith(timm.PREFIX):
         return timm.timm_source(reference.removeprefix(timm.PREFIX))
+    if reference.startswith(smp.PREFIX):
+        return smp.smp_source(reference.removeprefix(smp.PREFIX))
     if ":" in reference:
         return user_source(reference)
     if reference.endswith(".py"):

@@ -20,7 +20,7 @@ from serve.runtime.card.card import Preprocessing
 from serve.runtime.display import Described
 from serve.runtime.errors import UserError, one_line
 
-Origin = Literal["torchvision", "timm", "own", "user", "module"]
+Origin = Literal["torchvision", "timm", "own", "smp", "user", "module"]
 
 
 def _identity(num_classes: int, image_size: int | None) -> nn.Module:

@@ -1,1 +1,1 @@
-"""The project's own networks, for names that need no library. In: classes. Out: modules with random weights."""
+"""Networks for segmentation by name: our own, and those of segmentation_models_pytorch. In: a name. Out: a source."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ from optimize.models.weight_matching import load_into
 from optimize.run.job import Job
 from optimize.run.opened_job import open_job
 from serve.runtime.errors import UserError
+
+_INSTALLED = importlib.util.find_spec("segmentation_models_pytorch") is not None
+needs_smp = pytest.mark.skipif(not _INSTALLED, reason="segmentation_models_pytorch is not installed")
 
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
@@ -81,3 +85,34 @@ def test_a_network_and_data_of_two_tasks_are_refused_in_one_line(name: str, tmp_
     assert str(error.value) == (
         f"{name} is a network for {own}, and {data} is for {other}: choose a network or data of one task"
     )
+
+
+def test_without_segmentation_models_pytorch_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"^smp:unet: segmentation_models_pytorch is not installed; .*\[smp\]'$"):
+        resolve_model("smp:unet")
+
+
+@needs_smp
+@pytest.mark.parametrize(
+    ("name", "full"), [("unet-mobilenet_v2", "unet-mobilenet_v2"), ("fpn", "fpn-resnet34"), ("unet-tu-resnet10t",) * 2]
+)
+def test_networks_of_segmentation_models_pytorch_have_an_architecture_and_an_encoder(name: str, full: str) -> None:
+    source = resolve_model(f"smp:{name}")
+    assert (source.name, source.origin, source.task) == (full, "smp", "segmentation")
+    with torch.no_grad():
+        assert source.build(5, 64).eval()(IMAGES).shape == (2, 5, 64, 64)
+
+
+@needs_smp
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("unett-resnet18", r"no architecture 'unett' \(did you mean unet"),
+        ("unet-resnet19", r"no encoder 'resnet19' \(did you mean resnet1"),
+        ("unet-zzz", r"no encoder 'zzz'; there are .*tu-NAME"),
+    ],
+)
+def test_a_wrong_architecture_or_encoder_is_told_the_nearest(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        resolve_model(f"smp:{name}")
