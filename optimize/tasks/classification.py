@@ -151,7 +151,9 @@ class Classification(Task):
 CLASSIFICATION = register(Classification())
 
 
-def misplaced(predicted: NDArray[np.int64], labels: NDArray[np.int64], classes: Sequence[str]) -> str | None:
+def misplaced(
+    predicted: NDArray[np.int64], labels: NDArray[np.int64], classes: Sequence[str], figure: str = "top-1"
+) -> str | None:
     """Return a message if another class order fits the answers far better than the one in use, else None.
 
     Each half of the images is judged by the order that fits the other half best. So an order that only fits chance
@@ -161,6 +163,7 @@ def misplaced(predicted: NDArray[np.int64], labels: NDArray[np.int64], classes: 
         predicted: ``(N,)``, the best output for each image.
         labels: ``(N,)``, the class of each image.
         classes: the names of the classes in the order in use.
+        figure: the name of the share of right answers.
     """
     even = np.arange(len(labels)) % 2 == 0
     right = np.empty(len(labels), bool)
@@ -179,7 +182,7 @@ def misplaced(predicted: NDArray[np.int64], labels: NDArray[np.int64], classes: 
     moved = np.flatnonzero(meant != np.arange(len(classes)))
     which = ", ".join(f"{place} is {order[place]!r} and not {classes[place]!r}" for place in moved[:3].tolist())
     return (
-        f"the network's outputs seem to be in another order than the classes: top-1 is {used.mean():.1%}, and "
+        f"the network's outputs seem to be in another order than the classes: {figure} is {used.mean():.1%}, and "
         f"would be {right.mean():.1%} if output {which}{' …' if len(moved) > 3 else ''}; give the order by "
         f"{ORDER_FLAG} " + (word or "FILE, with one name per line")
     )

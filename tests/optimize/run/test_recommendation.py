@@ -442,6 +442,17 @@ def test_the_halves_are_not_the_first_and_the_last_images() -> None:
     assert 150 < int((choosing < 500).sum()) < 350
 
 
+def test_halves_never_share_a_group_and_have_equally_easy_ones() -> None:
+    rng = np.random.default_rng(0)
+    groups = rng.integers(0, 40, 1000)
+    ease = groups % 4 + rng.random(1000) / 10  # a group is easy or not as a whole
+    choosing, judging = halves(ease, groups)
+    assert np.array_equal(np.sort(np.concatenate([choosing, judging])), np.arange(1000))
+    assert not set(groups[choosing]) & set(groups[judging])
+    assert len(set(groups[choosing])) == 20
+    assert ease[choosing].mean() == pytest.approx(ease[judging].mean(), abs=0.25)
+
+
 # --- what speeds are multiples of
 
 

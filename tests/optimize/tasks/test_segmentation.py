@@ -185,4 +185,15 @@ def test_classes_that_are_never_answered_are_named() -> None:
     logits[:, 1] = -math.inf
     found = SEGMENTATION.evidence((logits,), targets, CLASSES)
     (said,) = SEGMENTATION.remarks(found, targets, ["a", "b", "c"])
-    assert "1 of their 3 classes: b;" in said
+    assert said.endswith("1 of their 3 classes: b")
+
+
+def test_outputs_in_another_order_than_the_classes_are_noticed_with_the_right_one() -> None:
+    expected = shapes()
+    targets = expected.argmax(1).to(torch.uint8)
+    targets[:, 8:12] = 1  # so that no class has most pixels
+    targets[:, 12:] = 2
+    logits = 10 * functional.one_hot(targets.long(), CLASSES).permute(0, 3, 1, 2).float()
+    names = ["ground", "bright", "dark"]
+    none = SEGMENTATION.evidence((logits,), torch.full_like(targets, 255), CLASSES)
+    assert SEGMENTATION.remarks(none, targets, names) == []

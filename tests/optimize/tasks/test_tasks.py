@@ -10,7 +10,7 @@ import torch
 
 from optimize.measure.figures import Accuracy
 from optimize.tasks import base
-from optimize.tasks.base import Metric, find_task, joined_evidence, rows_of
+from optimize.tasks.base import GROUPS, Metric, find_task, joined_evidence, rows_of
 from optimize.tasks.classification import CLASSIFICATION, Classification
 from serve.runtime.errors import UserError
 
@@ -34,6 +34,18 @@ def test_a_weight_counts_an_image_so_often() -> None:
     repeated = float(np.mean(found["first"].numpy()[rows]))
     assert CLASSIFICATION.score(found, weights.astype(np.float64)) == pytest.approx(repeated)
     assert CLASSIFICATION.score(rows_of(found, rows)) == pytest.approx(repeated)
+
+
+def test_frames_of_a_video_say_no_more_than_its_groups() -> None:
+    """Each image five times: as single images they would have an interval of half the width."""
+    found, other = (rows_of(evidence(60, seed), np.repeat(np.arange(60), 5)) for seed in (0, 2))
+    grouped = [each | {GROUPS: torch.arange(60).repeat_interleave(5)} for each in (found, other)]
+    frames, groups = CLASSIFICATION.difference(found, other), CLASSIFICATION.difference(*grouped)
+    assert groups.delta == pytest.approx(frames.delta)
+    assert (groups.gained, groups.lost, groups.n) == (frames.gained, frames.lost, frames.n)
+    assert groups.high - groups.low > 2 * (frames.high - frames.low)
+    (low, high), (least, most) = CLASSIFICATION.interval(found), CLASSIFICATION.interval(grouped[0])
+    assert most - least > 2 * (high - low)
 
 
 def test_evidence_of_parts_is_that_of_the_whole() -> None:

@@ -141,7 +141,9 @@ def test_int8_of_it_passes_the_gate_and_a_broken_one_does_not(
     assert learned.card.precision == "int8"
 
 
-def test_a_student_learns_from_a_teachers_maps(network: nn.Module, context: Context, tmp_path: Path) -> None:
+def test_a_student_learns_from_a_teachers_maps(
+    network: nn.Module, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     teacher = Teacher("wide", "0" * 64, network.eval(), GREY.mean, GREY.std)
     taught = dataclasses.replace(context, teacher=teacher, store=Store(tmp_path))
     torch.manual_seed(1)
@@ -153,6 +155,10 @@ def test_a_student_learns_from_a_teachers_maps(network: nn.Module, context: Cont
     assert "its outputs are kept in the store" in result.notes[0]
     mixed = train(Tiny(), taught, config.model_copy(update={"mixup": 0.2, "epochs": 1}))
     assert "mixup: 0.2" in mixed.notes[0]
+    with monkeypatch.context() as patched:
+        patched.setattr("optimize.training.objective._MOST_KEPT", 80 * 3 * SIDE * SIDE * 4)
+        anew = train(Tiny(), taught, config.model_copy(update={"epochs": 1, "max_steps": 1}))
+    assert "computed its outputs again in each step (0 GB of outputs)" in anew.notes[0]
     small = Teacher("small", "1" * 64, nn.Conv2d(1, 4, 13), GREY.mean, GREY.std)
     with pytest.raises(UserError, match=r"gives 4x4x4 for an image.*logits of shape \(2, 3, 16, 16\)"):
         train(Tiny(), dataclasses.replace(taught, teacher=small), config)
