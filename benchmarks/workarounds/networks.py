@@ -268,7 +268,7 @@ SHOWN: Final[dict[str, Shown]] = {
         )
     ),
     "pieces": Shown(_between(lambda net, x: torch.cat(x.chunk(2, 1)[::-1], 1))),
-    "masks": Shown(_between(lambda net, x: x * (1 + (x > 0.25).flatten(1).reshape(x.shape).float()))),
+    "boolean-masks": Shown(_between(lambda net, x: x * (1 + (x > 0.25).flatten(1).reshape(x.shape).float()))),
     "sizes": Shown(
         _tokens(
             lambda net, x: net.value(net.key(y := net.norm(x)).transpose(1, 2).reshape(y.shape[:-1] + net.rest)),

@@ -1,4 +1,4 @@
-"""Lists the image files below class folders into arrays, with the facts that show later whether anything changed."""
+"""Lists the image files below folders into arrays, with the facts that show later whether anything changed."""
 
 from __future__ import annotations
 
@@ -159,6 +159,16 @@ def _left_out(skipped: list[bytes]) -> tuple[str, ...]:
     return (f"left out: {files} in no class folder ({counts}): {listed(names, 5)}",)
 
 
+def list_images(root: Path, folder: Path) -> Files:
+    """List the images at any depth below a folder, sorted, with paths relative to ``root``.
+
+    Raises:
+        UserError: a folder cannot be read, or has a pipe or device with the name of an image.
+    """
+    found = _walk(os.fsencode(root), os.fsencode(folder.relative_to(root)), {}, (), [])
+    return Files.listed(root, ((place, names) for place, names, *_ in found))
+
+
 def folders_in(folder: Path) -> list[Path]:
     """Return the visible sub-folders, sorted by name.
 
@@ -242,7 +252,9 @@ def _check_kind(path: bytes, mode: int) -> None:
     """Refuse files that may never end when they are read. A link to a folder is reported when it is read."""
     kind = _ENDLESS.get(stat.S_IFMT(mode))
     if kind is not None:
-        raise UserError(f"{os.fsdecode(path)}: is {kind}; a class folder must contain files only: move or rename it")
+        raise UserError(
+            f"{os.fsdecode(path)}: is {kind}; a folder of images must contain files only: move or rename it"
+        )
 
 
 def _join(place: bytes, name: bytes) -> bytes:

@@ -27,6 +27,9 @@ from serve.runtime.images.placement import Placement
 #: A split's maps are ``uint8`` up to this many classes, because 255 is the ignored value. With more they are ``int16``.
 NARROW_CLASSES: Final = 255
 
+#: No class map has more classes.
+MOST_CLASSES: Final = 32_767
+
 #: Pillow's modes of pictures whose numbers can be indices of classes.
 _INDEX_MODES = frozenset({"1", "L", "P", "I", "I;16", "I;16B", "I;16L", "I;16N"})
 
@@ -172,12 +175,20 @@ class ClassMaps(Targets):
         Raises:
             ImageError: it cannot be read, or is not a picture of classes.
         """
-        try:
-            values = _values(self._sources[row])
-        except ImageError as error:
-            raise ImageError(f"{self._name(row)}: {error}") from None
+        values = self.values(row)
         # Without a sign a negative value is a large one.
         return torch.from_numpy(self._table[np.minimum(values.astype(np.uint32), len(self._table) - 1)])
+
+    def values(self, row: int) -> npt.NDArray[Any]:
+        """Return the numbers in the mask at ``row``, integers ``(H, W)``.
+
+        Raises:
+            ImageError: it cannot be read, or is not a picture of classes.
+        """
+        try:
+            return _values(self._sources[row])
+        except ImageError as error:
+            raise ImageError(f"{self._name(row)}: {error}") from None
 
     def part(self, rows: npt.NDArray[np.integer[Any]]) -> ClassMaps:
         """See `Targets`."""

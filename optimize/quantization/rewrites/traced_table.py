@@ -148,7 +148,7 @@ TRACED: Final = Table[fx.GraphModule, Tracing](
             faults=(Fault("torch.ao", _AO, "its observer of the tuple fails"),),
         ),
         Rewrite(
-            "masks",
+            "boolean-masks",
             "Keeps calls on masks and integers in float.",
             by_graph_alone(free_masks),
             after=("shapes", "pieces"),

@@ -323,7 +323,7 @@ def test_what_would_never_end_where_it_is_read_is_refused_by_its_name(folder, ki
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=rf"cat/endless\.png: is {said}; a class folder must contain files only"):
+    with pytest.raises(UserError, match=rf"cat/endless\.png: is {said}; a folder of images must contain files only"):
         open_data(f"imagefolder:{folder}")
 
 
