@@ -228,10 +228,10 @@ def out_of_reach(sources: Sequence[Source], sample: int = 8) -> Path | None:
     return files[0] if files and not any(os.access(file, os.R_OK) for file in files) else None
 
 
-def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+def png(pixels: npt.NDArray[np.uint8], level: int = 1) -> bytes:
     """Encode ``uint8 (H, W)`` or ``(H, W, 2 to 4)``: a split holds images in memory like this."""
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=level)
     return buffer.getvalue()
 
 

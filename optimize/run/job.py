@@ -64,10 +64,10 @@ class Job(Config):
     )
     data: str | InstanceOf[ImageData] = Field(
         default=DEFAULT_DATA,
-        description="The images to train, calibrate and measure with. They are digits, imagefolder:DIR, masks:DIR, or a data set "
-        "of torchvision such as cifar10, which torchvision downloads. DIR has train/ and val/ or test/, or one folder "
-        "of class folders, which a seeded hash of the file names splits. A program may also give a data set that is "
-        "open.",
+        description="The images to train, calibrate and measure with. They are digits, scenes, imagefolder:DIR, "
+        "masks:DIR, or a data set of torchvision such as cifar10, which torchvision downloads. An imagefolder has "
+        "train/ and val/ or test/, or one folder of class folders, which a seeded hash of the file names splits. Masks "
+        "lie in masks/ as the images in images/. A program may also give a data set that is open.",
     )
     classes: Path | tuple[str, ...] | None = Field(
         default=None,

@@ -14,28 +14,36 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from optimize.data.records import ImageData
+    from optimize.data.records import ImageData, Split
     from optimize.data.sources import Records
     from optimize.listener import Listener
 
 #: The 8x8 digits are scaled to this side in pixels for a network that does not request another.
 SIDE = 64
 
+CLASSES = tuple(str(digit) for digit in range(10))
+
 
 def _open(place: str, seed: int, listener: Listener) -> ImageData:
-    """Open the digits: 8x8 grey values of 0 to 16, in ten classes."""
+    """Open the digits: 8x8 grey values of 0 to 255, in ten classes."""
+    from optimize.data.pixels import native_size
+    from optimize.data.records import ImageData
+
+    train, val = split_digits(seed)
+    return ImageData("digits", "classification", CLASSES, train, val, "shift", native_size(train), preferred_side=SIDE)
+
+
+def split_digits(seed: int) -> tuple[Split, Split]:
+    """Return the digits as PNG files of 8x8 greys, to train and to measure with."""
     import torch
 
-    from optimize.data.pixels import native_size
-    from optimize.data.records import ImageData, Split
+    from optimize.data.records import Split
     from optimize.data.splits import split_off
     from optimize.data.targets import Labels
 
     sources, labels = _encoded()
     keys = [hashlib.sha256(f"{seed}/{index}".encode()).digest() for index in range(len(sources))]
-    train, val = split_off(Split(sources, Labels(torch.from_numpy(labels))), keys)
-    classes = tuple(str(digit) for digit in range(10))
-    return ImageData("digits", "classification", classes, train, val, "shift", native_size(train), preferred_side=SIDE)
+    return split_off(Split(sources, Labels(torch.from_numpy(labels))), keys)
 
 
 @functools.cache
