@@ -108,7 +108,9 @@ class TrainingConfig(Config):
         "(RandomResizedCrop, 0.08 for ImageNet from scratch); null: whole images",
     )
     trivial_augment: bool = Field(
-        default=False, description="one random operation on each training image (TrivialAugmentWide)"
+        default=False,
+        description="one random operation on each training image (TrivialAugmentWide); with class maps only on "
+        "its colours",
     )
     mixup: float | None = Field(
         default=None, gt=0, description="mix training images in pairs, by shares of Beta(mixup, mixup), such as 0.2"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from optimize.context import Context
-from optimize.data.augment import augment, transform
+from optimize.data.augment import change
 from optimize.data.loading import Loader, Placed, loader
 from optimize.data.random_draws import Draws
 from optimize.data.records import Split
@@ -254,9 +254,14 @@ class _Run:
     def _step(self, step: int, batch: Placed, draws: Draws, counts: list[int]) -> None:
         """Take one step of the optimizer on a part of a batch. ``counts`` are the numbers of images in each process."""
         config, device = self.config, self.device
-        images = augment(batch.images.to(device, non_blocking=True), self.augmentation, draws)
-        images = transform(images, draws, crop_scale=config.crop_scale, trivial=config.trivial_augment)
-        targets = batch.targets.to(device, non_blocking=True)
+        images, targets = change(
+            batch.images.to(device, non_blocking=True),
+            batch.targets.to(device, non_blocking=True),
+            self.augmentation,
+            draws,
+            crop_scale=config.crop_scale,
+            trivial=config.trivial_augment,
+        )
         inputs = normalise(images, self.context.preprocessing, device, torch.float32)
         if config.mixup is not None:
             shares = self.context.task.shares(targets, len(self.context.data.classes))

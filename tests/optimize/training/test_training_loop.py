@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optimize.context import Context
-from optimize.data.augment import augment
+from optimize.data.augment import change
 from optimize.data.loading import loader
 from optimize.data.records import Split
 from optimize.data.splits import hold_out
@@ -182,7 +182,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not():
 )
 def test_the_augmentation_is_a_setting_and_by_default_what_suits_the_data(setting, expected, monkeypatch):
     kinds: list[str] = []
-    monkeypatch.setattr(training, "augment", noting(kinds, augment, lambda batch, kind, draws: kind))
+    monkeypatch.setattr(training, "change", noting(kinds, change, lambda images, targets, kind, *_, **__: kind))
     context = brightness()
     assert context.data.augment == "shift"
     train(network(), context, TrainingConfig(epochs=1, batch_size=16, augment=setting))
