@@ -13,6 +13,7 @@ from typing import Any
 from optimize.data.records import ImageData
 from optimize.models.preprocessing_config import PARTS, Wish, border_fault, size_words
 from optimize.models.source import ModelSource
+from optimize.tasks.base import find_task
 from serve.runtime.card.card import LETTERBOX, Letterbox, Preprocessing
 from serve.runtime.display import Described, glance
 from serve.runtime.errors import CardError, UserError
@@ -21,6 +22,11 @@ from serve.runtime.errors import CardError, UserError
 FALLBACK: Mapping[str, Any] = {
     name: Preprocessing.__dataclass_fields__[name].default for name in ("mean", "std", "interpolation")
 }
+
+#: Side of the square for whole pictures of different sizes.
+_FITTED = 512
+#: Longest side of whole pictures of one size. Larger ones are scaled to it.
+_LONGEST = 1024
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ def choose_preprocessing(
 
     - ``image_size``, with ``resize`` in the declared proportion to the crop
     - a user's own declaration, and that of weights that fix it
+    - if the task needs whole pictures: the size that all of them have, or else one square into which each is fitted
     - the side that the data prefers, or for square images of up to 64 pixels their own size, each raised to the
       network's minimum
     - a library's declaration
@@ -78,8 +85,8 @@ def choose_preprocessing(
         return _prepared(source, data, data.preprocessing, image_size, wishes)
     parts, origins = _declared(source)
     if (sized := _sized(source, data, image_size, parts)) is not None:
-        resize, side, why = sized
-        parts |= {"resize": resize, "crop": (side, side)}
+        resize, crop, why = sized
+        parts |= {"resize": resize, "crop": crop}
         origins |= dict.fromkeys(("resize", "crop"), why)
     for wish in wishes:
         given = wish.config.given()
@@ -145,24 +152,41 @@ def _declared(source: ModelSource) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _sized(
     source: ModelSource, data: ImageData, image_size: int | None, declared: Mapping[str, Any]
-) -> tuple[int | tuple[int, int] | Letterbox, int, str] | None:
+) -> tuple[int | tuple[int, int] | Letterbox, tuple[int, int], str] | None:
     """Return resize, crop and the reason, if the declared size is not used."""
+    declared_by_user = source.origin in ("user", "module") and source.preprocessing is not None
+    whole = find_task(data.task).whole and not declared_by_user
     if image_size is not None:
         source.check_size(image_size)
         why = f"your image size of {image_size}"
-        return _resize_for(image_size, declared["resize"], declared["crop"]), image_size, why
-    declared_by_user = source.origin in ("user", "module") and source.preprocessing is not None
+        resize = LETTERBOX if whole else _resize_for(image_size, declared["resize"], declared["crop"])
+        return resize, (image_size, image_size), why
     if declared_by_user or source.only_size is not None:
         return None
+    if whole:
+        return _whole(source, data)
     if data.preferred_side is not None:
         side = source.legal_size(data.preferred_side)
-        return side, side, f"{data.name} scaled to {side}x{side}"
+        return side, (side, side), f"{data.name} scaled to {side}x{side}"
     if data.native_size is None or not data.native_size[0] == data.native_size[1] <= 64:
         return None
     native = data.native_size[0]
     side = source.legal_size(native)
     why = f"the data's images are {native}x{native}"
-    return side, side, why if side == native else f"{why}, the network needs {side}x{side}"
+    return side, (side, side), why if side == native else f"{why}, the network needs {side}x{side}"
+
+
+def _whole(source: ModelSource, data: ImageData) -> tuple[tuple[int, int] | Letterbox, tuple[int, int], str]:
+    """Return resize, crop and the reason for pictures of which nothing may be cut off."""
+    if data.native_size is None:
+        side = source.legal_size(_FITTED)
+        return LETTERBOX, (side, side), f"each whole picture is fitted into {side}x{side}, as their sizes differ"
+    shrunk = max(1.0, max(data.native_size) / _LONGEST)
+    height, width = (source.legal_size(round(side / shrunk)) for side in data.native_size)
+    why = f"the data's images are {size_words(data.native_size)}"
+    if (height, width) != data.native_size:
+        why += f", scaled to {size_words((height, width))}"
+    return (height, width), (height, width), why
 
 
 def _resize_for(

@@ -67,6 +67,7 @@ class Task(Described, ABC):
         metrics: the figures of `scores`. The first one is the score: everything is judged by it.
         agreement: the first figure of `agreements`.
         counted: the plural of what that figure counts.
+        whole: whether targets lie in the picture, so that nothing of it may be cut off by default.
         method: a sentence on differences of the score and their interval, for a report.
     """
 
@@ -75,6 +76,7 @@ class Task(Described, ABC):
     agreement: ClassVar[Metric]
     counted: ClassVar[str]
     method: ClassVar[str]
+    whole: ClassVar[bool] = False
 
     def _facts(self) -> dict[str, str]:
         return {"name": self.name, "score": self.metric.title}
