@@ -12,25 +12,20 @@ from torch import nn
 
 from optimize.models.source import ModelSource
 from optimize.store.sources import source_digest
-from serve.runtime.card.card import Preprocessing
 
 NAME = "unet_small"
 
 #: Channels at each size, from the input's own to an eighth of it.
 _WIDTHS = (16, 24, 40, 48)
 
-#: The size of its input if neither the data nor the user has one.
-_SIZE = (224, 224)
-
 
 def unet_source() -> ModelSource:
-    """Return `unet_small` as a source. Pictures are scaled as a whole: a crop would leave pixels without an answer."""
+    """Return `unet_small` as a source. Its preprocessing follows from the data."""
     return ModelSource(
         reference=NAME,
         name=NAME,
         fingerprint=f"{NAME}/{source_digest(__name__)}",
-        preprocessing=Preprocessing(_SIZE, _SIZE),
-        declared_by=f"{NAME}, which gets all of a picture",
+        preprocessing=None,
         min_size=2 ** (len(_WIDTHS) - 1),
         size_multiple=2 ** (len(_WIDTHS) - 1),
         origin="own",

@@ -15,7 +15,6 @@ from optimize.data.targets import ClassMaps
 from optimize.listener import SILENT
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.model_names import resolve_model, with_named_weights
-from optimize.models.preprocessing import choose_preprocessing
 from optimize.models.weight_matching import load_into
 from optimize.run.job import Job
 from optimize.run.opened_job import open_job
@@ -56,11 +55,6 @@ def test_unet_small_is_found_without_a_download_for_sides_that_are_multiples_of_
     assert 80_000 < sum(parameter.numel() for parameter in module.parameters()) < 150_000
     with torch.no_grad():
         assert module(torch.zeros(1, 3, 72, 40)).shape == (1, 11, 72, 40)
-    empty = Split([], ClassMaps([], 2))
-    photos = ImageData("photos", "segmentation", ("a", "b"), empty, empty, "none", None)
-    for side, size in ((None, 224), (96, 96)):
-        chosen = choose_preprocessing(source, photos, side).preprocessing
-        assert chosen.resize == chosen.crop == (size, size)  # no pixel is cut off
     with pytest.raises(UserError, match=r"100x100 pixels.*multiple of 8.*nearest is 96 or 104"):
         source.check_size(100)
     kinds = {type(layer) for layer in module.modules() if not list(layer.children())}
