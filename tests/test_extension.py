@@ -203,7 +203,7 @@ with open_service(folder, None) as service:
 
 
 def test_a_foreign_task_travels_in_the_archives_of_its_networks(tmp_path: Path, programs: Programs) -> None:
-    there = install(tmp_path, "level_task", "serve.tasks", code_of("How to add a task"))
+    there = install(tmp_path, "level_task", "serve.tasks", code_of("How to add a task", "docs/guides/extend.md"))
     Image.new("RGB", (9, 12), (51, 102, 153)).save(tmp_path / "image.png")
     said(programs.run("-c", LEVEL_ARCHIVE, tmp_path / "artifact", tmp_path / "image.png", environment=there))
     with zipfile.ZipFile(tmp_path / "mean.mar") as archive:

@@ -19,7 +19,7 @@ class Known:
     """The known answer for one image, or the status of its refusal.
 
     Attributes:
-        answer: the parsed JSON of the whole answer; see `Task.complete`. None for a refusal.
+        answer: the parsed JSON of the whole answer (see `Task.complete`). None for a refusal.
         status: 200, or the refusal's.
     """
 
@@ -57,7 +57,7 @@ class Workload:
     Attributes:
         items: the requests.
         task: name of the task whose answers they get.
-        tolerance: how far an answer may be from the known one; see `Task.fault`. Another batch size or engine rounds
+        tolerance: how far an answer may be from the known one (see `Task.fault`). Another batch size or engine rounds
             differently.
     """
 

@@ -154,7 +154,7 @@ class Card(Described):
     Attributes:
         name: the artifact's name within its run, for example ``ptq``.
         model: the optimised model, for example ``resnet18``.
-        task: what the network is for; see `tasks.base`.
+        task: what the network is for (see `tasks.base`).
         format: which engine opens ``file``.
         file: the model file's name within the folder.
         precision: the real type of weights and arithmetic (``float32``, ``int8`` …).

@@ -34,7 +34,7 @@ class KnownAnswer:
         image: encoded, as a client would send it.
         task: name of the artifact's task.
         execution: name of the execution that computed the answer.
-        facts: the answer as JSON values, which only the task understands; see `Task.known`.
+        facts: the answer as JSON values, which only the task understands (see `Task.known`).
     """
 
     image: bytes
@@ -68,7 +68,7 @@ def parse_known(document: str, path: Path) -> KnownAnswer:
 
     Raises:
         CardError: the document is not JSON of this schema, or a field is missing or of the wrong type. The facts are
-            not checked; see `Task.check_known`.
+            not checked (see `Task.check_known`).
     """
     body = parse_document(document, path, _LARGEST_FILE)
     try:
