@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 
 MODEL ?= resnet18
-DATA ?= digits
+DATA ?=
 STORE ?= model_store
 DEVICE ?= auto
 MEASURE ?= auto
@@ -42,7 +42,8 @@ options = $(foreach name,$($(1)_VALUES),$(if $($(name)),$(call option,$(name)) '
 	$(foreach name,$($(1)_LISTS),$(foreach word,$($(name)),$(call option,$(name)) '$(word)')) \
 	$(foreach name,$($(1)_FLAGS),$(if $($(name)),$(call option,$(name))))
 SERVE_OPTIONS = $(foreach word,$(ARTIFACTS),--artifact '$(word)') $(call options,SERVE) $(ARGS)
-THE_RUN = $(if $(RUN),'$(RUN)','$(MODEL)' --data '$(DATA)')
+OF_DATA = $(if $(DATA),--data '$(DATA)')
+THE_RUN = $(if $(RUN),'$(RUN)','$(MODEL)' $(OF_DATA))
 # Several in one server: NAME=RUN/ARTIFACT each, or less.
 RUNS ?=
 THE_RUNS = $(if $(RUNS),$(foreach run,$(RUNS),'$(run)'),$(THE_RUN))
@@ -72,7 +73,7 @@ BIN := $(VENV)/bin
 .PHONY: soak audit fuzz prose docs reference clean check-workarounds
 
 help: ## this list
-	@echo "usage: make TARGET [MODEL=resnet18] [DATA=digits] [STORE=model_store] [DEVICE=auto|cpu|cuda] [RUN=name]"
+	@echo "usage: make TARGET [MODEL=resnet18] [DATA=…] [STORE=model_store] [DEVICE=auto|cpu|cuda] [RUN=name]"
 	@echo "                   [ARGS='options that the command of TARGET gets as they are, such as --help']"
 	@echo "       make optimize [MEASURE=auto|cpu|cuda|cpu,cuda] and the options of \`optimize run\`, in capitals:"
 	@echo '$(RUN_VALUES)' | fold -s -w 90 | sed 's/^/                   /'
@@ -103,7 +104,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 optimize: $(VENV)/.installed ## build, measure and pack MODEL's artifacts
-	@$(BIN)/python -m optimize run '$(MODEL)' --data '$(DATA)' --store '$(STORE)' --device '$(DEVICE)' \
+	@$(BIN)/python -m optimize run '$(MODEL)' $(OF_DATA) --store '$(STORE)' --device '$(DEVICE)' \
 		--measure '$(MEASURE)' $(if $(RUN),--name '$(RUN)') $(call options,RUN) $(ARGS)
 
 bench: REMEASURE := 1

@@ -13,7 +13,6 @@ from torch import nn
 
 from optimize.arguments import must_be, must_be_model, nearest_settings, step_name, step_names
 from optimize.data.augmentation_choice import Augmentation
-from optimize.data.formats.base import DEFAULT_DATA
 from optimize.data.from_python import image_data
 from optimize.data.program_items import Data
 from optimize.data.records import ImageData
@@ -40,7 +39,7 @@ def load(
     model: str | nn.Module,
     *,
     checkpoint: str | Path | None = None,
-    data: str | ImageData | Data = DEFAULT_DATA,
+    data: str | ImageData | Data | None = None,
     weights: str | None = None,
     training: TrainingConfig | None = None,
     store: str | Path = "model_store",
@@ -66,7 +65,8 @@ def load(
         model: a network's name (torchvision's, ``unet_small`` or ``timm:NAME``), ``path/to/file.py:factory``,
             ``package.module:factory``, or an ``nn.Module``, which is copied with its weights.
         checkpoint: a file of weights.
-        data: ``digits``, ``imagefolder:DIR`` or a torchvision data set. You can also pass a ``Dataset``, a
+        data: ``digits``, ``imagefolder:DIR`` or a torchvision data set. By default ``digits``, or the data without a
+            download of the network's task. You can also pass a ``Dataset``, a
             ``DataLoader``, or a pair of images and labels. `image_data` wraps these with facts that must be stated.
         weights: torchvision's own weights, such as ``DEFAULT``, instead of a checkpoint.
         training: how to train if there are no weights.
@@ -105,7 +105,7 @@ def load(
             job = Job(
                 model=model,
                 checkpoint=_path("checkpoint", checkpoint) if checkpoint is not None else None,
-                data=data if isinstance(data, str | ImageData) else _held(data, seed, bar),
+                data=data if isinstance(data, str | ImageData | None) else _held(data, seed, bar),
                 classes=Path(classes) if isinstance(classes, str) else classes,
                 class_order=class_order if isinstance(class_order, str | Path | None) else tuple(class_order),
                 val_images=val_images,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import ConfigDict, Field, InstanceOf, field_validator, model_validator
 
 from optimize.data.augmentation_choice import AUGMENTATIONS, Augmentation
-from optimize.data.formats.base import DEFAULT_DATA, SEEDS
+from optimize.data.formats.base import SEEDS
 from optimize.models.preprocessing_config import PreprocessingConfig, Wish, parse_preprocessing
 from optimize.run.recommendation.rule import Recommend
 from serve.common import layout
@@ -62,9 +62,10 @@ class Job(Config):
         "is trained. It holds a state dict, or a dict or list with one, in FP16 or FP32. Prefixes of wrappers are "
         "removed, and the run says so.",
     )
-    data: str | InstanceOf[ImageData] = Field(
-        default=DEFAULT_DATA,
-        description="The images to train, calibrate and measure with. They are digits, scenes, imagefolder:DIR, "
+    data: str | InstanceOf[ImageData] | None = Field(
+        default=None,
+        description="The images to train, calibrate and measure with; by default digits, or for a network for "
+        "segmentation scenes. They are digits, scenes, imagefolder:DIR, "
         "masks:DIR, or a data set of torchvision such as cifar10, which torchvision downloads. An imagefolder has "
         "train/ and val/ or test/, or one folder of class folders, which a seeded hash of the file names splits. Masks "
         "lie in masks/ as the images in images/. A program may also give a data set that is open.",

@@ -32,6 +32,7 @@ from optimize.run.job import Job
 from optimize.run.session import Session
 from optimize.store.atomic_files import check_writable
 from optimize.store.objects import Store
+from optimize.tasks.base import find_task
 from optimize.training.distributed.environment import processes
 from optimize.training.distributed.first_process import only_first
 from optimize.training.tensorboard_events import tensorboard
@@ -76,6 +77,9 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     devices = measured_devices(job.measure, device)
     source, weights = module_source(job.model) if isinstance(job.model, nn.Module) else (resolve_model(job.model), None)
     source, checkpoint, origin = (source, weights, Path(source.name)) if weights else _with_weights(job, source)
+    chosen_by_task = job.data is None
+    if chosen_by_task:
+        job = job.model_copy(update={"data": find_task(source.task).data if source.task else layout.PLAIN_DATA})
     listener.started("opening")  # until the next step begins
     torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch (2.14) ignores a container's CPU quota
     data = _data(job, listener, checkpoint, origin)
@@ -116,7 +120,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         chosen.origins,
     )
     reference = job.data if isinstance(job.data, str) else data.name
-    run = job.run or layout.run_name(source.reference, reference)
+    run = job.run or layout.run_name(source.reference, layout.PLAIN_DATA if chosen_by_task else reference)
     identity = Identity.of(source.reference, reference, source, data)
     return Opened(session, run, identity, checkpoint, origin, chosen.origins, devices)
 
@@ -149,10 +153,12 @@ def _order_anywhere(order: str | Path | tuple[str, ...] | None) -> str | Path | 
 
 def _data(job: Job, listener: Listener, checkpoint: Checkpoint | None, origin: Path | None) -> ImageData:
     """Open the data with the job's settings."""
+    wanted = job.data
+    assert wanted is not None, "`open_job` has set it"
     data = (
-        open_data(job.data, seed=job.seed, listener=listener, accept_gaps=job.accept_gaps)
-        if isinstance(job.data, str)
-        else job.data
+        open_data(wanted, seed=job.seed, listener=listener, accept_gaps=job.accept_gaps)
+        if isinstance(wanted, str)
+        else wanted
     )
     own = data.classes
     if job.classes is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.hostile.pictures import encoded, picture
-from serve.runtime.card.card import Card, Device, Format, Preprocessing, sha256_file, write_card
+from serve.runtime.card.card import Card, Device, Format, Preprocessing, read_card, sha256_file, write_card
 from serve.runtime.card.known_answer import KNOWN_FILE, KnownAnswer
 from serve.runtime.images.image_preprocessing import decode, place
 from serve.runtime.model_files.program_file import save_program
@@ -96,6 +96,18 @@ def torchscript(folder: Path, name: str = "script", device: Device = "any") -> P
     (folder / "model.pt").write_bytes(torchscript_file())
     (folder / "weights.safetensors").write_bytes(b"for later passes" * 4096)
     return write_artifact(folder, name, "torchscript", "model.pt", device=device, extra=("weights.safetensors",))
+
+
+def segmenter(folder: Path) -> Path:
+    """An artifact that gives each pixel one of `CLASSES` by its colour, and sees all of a picture."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, len(CLASSES), 1)).eval()
+    folder.mkdir(parents=True)
+    (folder / "model.pt").write_bytes(traced(network))
+    write_artifact(folder, "maps", "torchscript", "model.pt")
+    whole = Preprocessing(resize=(32, 32), crop=(32, 32))
+    write_card(folder, dataclasses.replace(read_card(folder), task="segmentation", preprocessing=whole))
+    return folder
 
 
 def know(folder: Path, *, raised: float = 0.0) -> Path:

@@ -59,13 +59,16 @@ class Running:
 
 
 @contextmanager
-def run_server(root: Path) -> Iterator[Running]:
-    """Models ``small`` in two versions, and ``narrow``: one request of it may wait, and it passed something over."""
-    folder = artifacts.onnx(root / "onnx")
+def run_server(root: Path, artifact: Path | None = None, engine: str = "onnxruntime") -> Iterator[Running]:
+    """Models ``small`` in two versions, and ``narrow``: one request of it may wait, and it passed something over.
+
+    They are a classifier, unless there is an artifact, which the engine opens.
+    """
+    folder = artifacts.onnx(root / "onnx") if artifact is None else artifact
     token_file = root / "tokens"
     token_file.write_text(f"{TOKEN}\n")
     token_file.chmod(0o600)
-    execution = Execution("onnxruntime", threads=1)
+    execution = Execution(engine, threads=1)
     rules = Serving((execution,), k=2, batch_size=4, instance_limit=8)
 
     def served(name: str, version: str, queue: int, *passed: PassedOver) -> Served:

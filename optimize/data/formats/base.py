@@ -12,15 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from optimize.listener import SILENT, Listener
-from serve.common.layout import PLAIN_DATA
 from serve.runtime.errors import UserError, did_you_mean
 from serve.runtime.registry import Registry, defined_at
 
 if TYPE_CHECKING:
     from optimize.data.records import ImageData
-
-#: The default data, which needs no download.
-DEFAULT_DATA = PLAIN_DATA
 
 #: The option that accepts incomplete data.
 GAPS_FLAG: Final = "--accept-gaps"

@@ -197,7 +197,7 @@ def test_each_option_of_run_works_from_make_and_make_hands_on_no_other() -> None
         assert f" {flag}" + ("" if flag in FLAGS else " '1'") + " " in f"{words} "
     assert set(re.findall(r" (--[a-z-]+)", words)) == {*variables}
     own = set(re.findall(r" (--[a-z-]+)", made("optimize")))
-    assert own == {"--data", "--store", "--device", "--measure"}
+    assert own == {"--store", "--device", "--measure"}
     assert " --remeasure" in made("bench")
 
 

@@ -1,0 +1,116 @@
+"""Class maps by every protocol and from both servers: one picture, one map."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc as triton
+from PIL import Image
+from ts.context import RequestProcessor
+
+from serve.runtime.card.card import read_card
+from serve.runtime.images.image_preprocessing import load
+from tests.serve import artifacts
+from tests.serve.own_server import Running, bearer, run_server
+from tests.serve.torchserve.test_handler import context_of, opened
+
+PICTURE = artifacts.jpeg(5, (48, 40))
+SMALL = artifacts.jpeg(6, (20, 24))
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return artifacts.segmenter(tmp_path_factory.mktemp("maps") / "artifact")
+
+
+@pytest.fixture(scope="module")
+def server(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with run_server(tmp_path_factory.mktemp("server"), artifact, "torchscript") as running:
+        yield running
+
+
+def post(server: Running, path: str, **sent: Any) -> httpx.Response:
+    headers = bearer() | sent.pop("headers", {})
+    return httpx.post(f"http://{server.http}{path}", headers=headers, **sent)
+
+
+def expected(artifact: Path, picture: bytes) -> Any:
+    """The map of the network itself, each pixel of the picture taking the class at its centre."""
+    network = torch.jit.load(str(artifact / "model.pt"))
+    pixels = load(picture, read_card(artifact).preprocessing)[None].float() / 255
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    classes = network((pixels - mean) / std)[0].argmax(0).numpy()
+    with Image.open(io.BytesIO(picture)) as image:
+        width, height = image.size
+    rows, columns = ((np.arange(size) * 2 + 1) * 32 // (2 * size) for size in (height, width))
+    return classes[np.ix_(rows, columns)]
+
+
+def in_png(data: bytes) -> Any:
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(image)
+
+
+def test_a_picture_gets_the_classes_of_its_own_pixels(server: Running, artifact: Path) -> None:
+    found = post(server, "/predictions/small", content=PICTURE)
+    assert found.headers["content-type"] == "application/json"
+    document = found.json()
+    wanted = expected(artifact, PICTURE)
+    assert wanted.shape == (document["height"], document["width"])
+    np.testing.assert_array_equal(in_png(base64.b64decode(document["mask"])), wanted)
+    assert {entry["index"] for entry in document["classes"]} == set(wanted.ravel().tolist())
+    assert len(document["classes"]) > 1
+    alone = post(server, "/predictions/small", content=PICTURE, headers={"accept": "image/png"})
+    assert alone.headers["content-type"] == "image/png"
+    np.testing.assert_array_equal(in_png(alone.content), wanted)
+    refused = post(server, "/predictions/small", content=b"no picture", headers={"accept": "image/png"})
+    assert (refused.status_code, refused.headers["content-type"]) == (415, "application/json")
+
+
+@pytest.mark.parametrize("path", ["/predictions/small", "/v1/models/small:predict"])
+def test_several_pictures_are_answered_in_json_each_of_its_size(server: Running, artifact: Path, path: str) -> None:
+    pictures = [PICTURE, SMALL]
+    sent = {"instances": [{"b64": base64.b64encode(picture).decode()} for picture in pictures]}
+    found = post(server, path, json=sent, headers={"accept": "image/png"}).json()["predictions"]
+    for answer, picture in zip(found, pictures, strict=True):
+        np.testing.assert_array_equal(in_png(base64.b64decode(answer["mask"])), expected(artifact, picture))
+
+
+def test_the_open_inference_protocol_has_one_tensor_of_a_request(server: Running, artifact: Path) -> None:
+    wanted = np.stack([expected(artifact, PICTURE)] * 2)
+    texts = [base64.b64encode(PICTURE).decode()] * 2
+    tensor = {"name": "image", "datatype": "BYTES", "shape": [2], "data": texts}
+    (output,) = post(server, "/v2/models/small/infer", json={"inputs": [tensor]}).json()["outputs"]
+    assert (output["name"], output["datatype"], output["shape"]) == ("mask", "UINT8", list(wanted.shape))
+    assert output["data"] == wanted.ravel().tolist()
+    client = triton.InferenceServerClient(server.grpc)
+    sent = triton.InferInput("image", [2], "BYTES")
+    sent.set_data_from_numpy(np.array([PICTURE] * 2, dtype=object))
+    np.testing.assert_array_equal(client.infer("small", [sent], headers=bearer()).as_numpy("mask"), wanted)
+    client.close()
+    mixed = tensor | {"data": [texts[0], base64.b64encode(SMALL).decode()]}
+    refused = post(server, "/v2/models/small/infer", json={"inputs": [mixed]})
+    assert refused.status_code == 400
+    assert "the pictures have different sizes" in refused.json()["error"]
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/json; rle=1", "image/png"])
+def test_both_servers_answer_with_the_same_bytes(server: Running, artifact: Path, tmp_path: Path, accept: str) -> None:
+    context = context_of(artifact, tmp_path, None, batch_size=1)
+    handler = opened(context)
+    context.request_processor = [RequestProcessor({"Accept": accept})]
+    (body,) = handler.handle([{"body": PICTURE}], context)
+    own = post(server, "/predictions/small", content=PICTURE, headers={"accept": accept})
+    assert body == own.content
+    assert context.get_response_content_type(0) == own.headers["content-type"]
+    if accept != "image/png":
+        assert json.loads(body)["width"] == 48
