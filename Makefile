@@ -42,8 +42,8 @@ options = $(foreach name,$($(1)_VALUES),$(if $($(name)),$(call option,$(name)) '
 	$(foreach name,$($(1)_LISTS),$(foreach word,$($(name)),$(call option,$(name)) '$(word)')) \
 	$(foreach name,$($(1)_FLAGS),$(if $($(name)),$(call option,$(name))))
 SERVE_OPTIONS = $(foreach word,$(ARTIFACTS),--artifact '$(word)') $(call options,SERVE) $(ARGS)
-OF_DATA = $(if $(DATA),--data '$(DATA)')
-THE_RUN = $(if $(RUN),'$(RUN)','$(MODEL)' $(OF_DATA))
+OF_DATA = $(if $(DATA), --data '$(DATA)')
+THE_RUN = $(if $(RUN),'$(RUN)','$(MODEL)'$(OF_DATA))
 # Several in one server: NAME=RUN/ARTIFACT each, or less.
 RUNS ?=
 THE_RUNS = $(if $(RUNS),$(foreach run,$(RUNS),'$(run)'),$(THE_RUN))
@@ -104,7 +104,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 optimize: $(VENV)/.installed ## build, measure and pack MODEL's artifacts
-	@$(BIN)/python -m optimize run '$(MODEL)' $(OF_DATA) --store '$(STORE)' --device '$(DEVICE)' \
+	@$(BIN)/python -m optimize run '$(MODEL)'$(OF_DATA) --store '$(STORE)' --device '$(DEVICE)' \
 		--measure '$(MEASURE)' $(if $(RUN),--name '$(RUN)') $(call options,RUN) $(ARGS)
 
 bench: REMEASURE := 1

@@ -236,8 +236,10 @@ def prepare() -> None:
     for name in ("optimize.measure.references", "serve.runtime.service.predictor", "torchvision.models", *OPENED_LATER):
         importlib.import_module(name)
     from serve.runtime.engines.base import engines
+    from serve.runtime.tasks.base import tasks
 
     engines()
+    tasks()
     gc.collect()
     gc.freeze()  # keeps memory shared with the children
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ class ModelSource(Described):
         origin: which file of this package made it.
         task: the name of the task that its network is for. None: unknown, and it is tried.
         auxiliary: the weight in the loss of each output that the network has only in training, behind its first one.
+        training: settings of `TrainingConfig` for this network, in place of the defaults.
         home: the imported module of the user's own code, which is searched for classes of pickled networks.
         factory: called by `build` with ``num_classes`` and ``image_size``.
         training_factory: the same for a network with `auxiliary` outputs.
@@ -63,6 +64,7 @@ class ModelSource(Described):
     origin: Origin = "user"
     task: str | None = None
     auxiliary: tuple[float, ...] = ()
+    training: Mapping[str, Any] = field(default_factory=dict)
     home: types.ModuleType | None = field(default=None, repr=False, compare=False)
     factory: Callable[[int, int | None], Any] = field(default=_identity, repr=False, compare=False)
     training_factory: Callable[[int, int | None], Any] | None = field(default=None, repr=False, compare=False)

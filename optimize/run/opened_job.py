@@ -15,7 +15,7 @@ from optimize.context import Context
 from optimize.data.augmentation_choice import IN_WORDS
 from optimize.data.class_order import CHECKPOINT, ORDERS, with_order
 from optimize.data.classes import check_classes, with_classes
-from optimize.data.formats.base import open_data
+from optimize.data.formats.base import default_data, open_data
 from optimize.data.grey_depth import depth_notes
 from optimize.data.records import ImageData
 from optimize.data.splits import subset
@@ -32,7 +32,6 @@ from optimize.run.job import Job
 from optimize.run.session import Session
 from optimize.store.atomic_files import check_writable
 from optimize.store.objects import Store
-from optimize.tasks.base import find_task
 from optimize.training.distributed.environment import processes
 from optimize.training.distributed.first_process import only_first
 from optimize.training.tensorboard_events import tensorboard
@@ -79,7 +78,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     source, checkpoint, origin = (source, weights, Path(source.name)) if weights else _with_weights(job, source)
     chosen_by_task = job.data is None
     if chosen_by_task:
-        job = job.model_copy(update={"data": find_task(source.task).data if source.task else layout.PLAIN_DATA})
+        job = job.model_copy(update={"data": default_data(source.task)})
     listener.started("opening")  # until the next step begins
     torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch (2.14) ignores a container's CPU quota
     data = _data(job, listener, checkpoint, origin)

@@ -154,14 +154,15 @@ class Session(Described):
         """Return the float32 model: with the checkpoint's weights, or trained here with ``config``.
 
         Args:
-            config: how to train if there is no checkpoint.
+            config: how to train if there is no checkpoint. What it does not set is as the model's source says.
             checkpoint: the weights. They must fit the data's number of classes.
             origin: the checkpoint's path, for messages.
 
         Raises:
             UserError: the checkpoint does not fit.
         """
-        config = config or TrainingConfig()
+        given = {} if config is None else {name: getattr(config, name) for name in config.model_fields_set}
+        config = TrainingConfig(**{**self.source.training, **given})
         training = None if checkpoint else inputs(config)
         teaching = None if checkpoint else self.teaching(config, None)
         key = BaselineKey(

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
 
-from serve.common.layout import PLAIN_DATA
 from serve.runtime.display import Described
 from serve.runtime.registry import Registry, defined_at
 
@@ -68,7 +67,6 @@ class Task(Described, ABC):
         metrics: the figures of `scores`. The first one is the score: everything is judged by it.
         agreement: the first figure of `agreements`.
         counted: the plural of what that figure counts.
-        data: the reference of its data that need no download, for networks that are known to be for this task.
         whole: whether targets lie in the picture, so that nothing of it may be cut off by default.
         method: a sentence on differences of the score and their interval, for a report.
     """
@@ -78,7 +76,6 @@ class Task(Described, ABC):
     agreement: ClassVar[Metric]
     counted: ClassVar[str]
     method: ClassVar[str]
-    data: ClassVar[str] = PLAIN_DATA
     whole: ClassVar[bool] = False
 
     def _facts(self) -> dict[str, str]:

@@ -40,7 +40,6 @@ class Segmentation(Task):
     metrics: ClassVar[tuple[Metric, ...]] = (Metric("miou", "mIoU"), Metric("pixel_accuracy", "pixel accuracy"))
     agreement: ClassVar[Metric] = Metric("pixel_agreement", "same class")
     counted: ClassVar[str] = "pixels"
-    data: ClassVar[str] = "scenes"
     whole: ClassVar[bool] = True
     method: ClassVar[str] = (
         "mIoU is the mean over classes of intersection over union, of the pixels of all images together. Its "

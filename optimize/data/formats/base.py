@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from optimize.listener import SILENT, Listener
+from serve.common.layout import PLAIN_DATA
 from serve.runtime.errors import UserError, did_you_mean
 from serve.runtime.registry import Registry, defined_at
 
@@ -35,12 +36,14 @@ class DataFormat:
             set has none, and a listener. It may be called from any thread.
         place: what follows the colon, for help and messages, such as ``DIR``. Empty if nothing may follow.
         summary: one line for listings.
+        default_of: name of the task whose networks get these data if none are named. It needs no download then.
     """
 
     name: str
     open: Callable[[str, int, Listener], ImageData]
     summary: str
     place: str = ""
+    default_of: str = ""
 
     @property
     def usage(self) -> str:
@@ -61,6 +64,11 @@ def register(entry: DataFormat) -> DataFormat:
 def formats() -> dict[str, DataFormat]:
     """Return all formats by name."""
     return _REGISTRY.all()
+
+
+def default_data(task: str | None) -> str:
+    """Return the reference of the data for a network of a task, if none are named. None: its task is unknown."""
+    return next((entry.name for entry in formats().values() if task and entry.default_of == task), PLAIN_DATA)
 
 
 def usages() -> list[str]:

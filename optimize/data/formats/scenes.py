@@ -97,5 +97,10 @@ def _scene(
 
 
 SCENES_FORMAT = register(
-    DataFormat(name="scenes", open=_open, summary="2,400 scenes of several handwritten digits, with masks")
+    DataFormat(
+        name="scenes",
+        open=_open,
+        summary="2,400 scenes of several handwritten digits, with masks",
+        default_of="segmentation",
+    )
 )

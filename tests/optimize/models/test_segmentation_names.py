@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+import optimize as opt
 from optimize.data.records import ImageData, Split
 from optimize.data.targets import ClassMaps
 from optimize.listener import SILENT
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.model_names import resolve_model, with_named_weights
+from optimize.models.networks.unet import unet_source
 from optimize.models.weight_matching import load_into
 from optimize.run.job import Job
 from optimize.run.opened_job import open_job
@@ -116,3 +118,14 @@ def test_networks_of_segmentation_models_pytorch_have_an_architecture_and_an_enc
 def test_a_wrong_architecture_or_encoder_is_told_the_nearest(name: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         resolve_model(f"smp:{name}")
+
+
+def test_a_network_s_own_settings_of_training_hold_where_the_user_gives_none(tmp_path: Path) -> None:
+    """Of the baseline that is made, as its card says."""
+    own = unet_source().training
+    assert own["optimizer"] == "adamw"
+    training = opt.Training(epochs=1, max_steps=1, learning_rate=0.003)
+    base = opt.load("unet_small", store=tmp_path, training=training)
+    assert base.session.context.data.name == "scenes"
+    settings = base.artifact.card.lineage[0].config
+    assert {name: settings[name] for name in own} == {**own, "epochs": 1, "learning_rate": 0.003}

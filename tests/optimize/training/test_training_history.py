@@ -73,13 +73,15 @@ def test_the_time_of_an_epoch_is_divided_and_adds_up(monkeypatch):
             now[0] += 2.0 if self.training else 3.0
             return super().forward(batch)
 
-    def slowly(batch: torch.Tensor, *_: object) -> torch.Tensor:
+    def slowly(
+        batch: torch.Tensor, targets: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         now[0] += 1.0
-        return batch
+        return batch, targets
 
     # A clock that only these move: of the machine's own, no part could be foretold.
     monkeypatch.setattr("optimize.training.stopwatch.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(training, "augment", slowly)
+    monkeypatch.setattr(training, "change", slowly)
     heard = Heard()
     history = train(Slow(*network()), dataclasses.replace(brightness(), listener=heard), FAST).history
     times = history.times  # of 12 steps, and of two judgements by one batch each

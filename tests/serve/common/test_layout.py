@@ -156,7 +156,8 @@ def test_make_hands_on_how_the_recommendation_is_made_and_that_a_checkpoint_is_t
 
 
 def test_make_adds_replaces_and_removes_models_of_the_running_server_with_the_options_of_start() -> None:
-    assert "serve add 'resnet18' --data 'digits' --store 'model_store' --device 'auto'" in made("add")
+    assert "serve add 'resnet18' --store 'model_store' --device 'auto'" in made("add")
+    assert "serve add 'resnet18' --data 'cifar10' --store 'model_store'" in made("add", "DATA=cifar10")
     said = made("add", "RUNS=one mine=two/ptq", "STORE=s", "WORKERS=2", "REQUIRE_SIGNED=a b", "FOREIGN_CODE=1")
     assert "serve add 'one' 'mine=two/ptq' --store 's'" in said
     assert "--workers '2' --require-signed 'a' --require-signed 'b' --foreign-code" in " ".join(said.split())
