@@ -60,8 +60,8 @@ class Agreement(Described):
         delta: the task's score minus the reference's, a fraction.
         low: lower end of its paired 95 % interval.
         high: upper end.
-        gained: images that only this execution has right.
-        lost: images that only the reference has right.
+        gained: images that this execution answers better than the reference: of labels, those that only it has right.
+        lost: images that the reference answers better.
         others: the outputs behind the logits, in the card's order.
     """
 
