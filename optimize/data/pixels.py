@@ -18,15 +18,13 @@ import torch
 
 from optimize.data.cache_folders import cache_folder
 from optimize.data.records import Split
-from optimize.data.sources import Source, read_source
+from optimize.data.sources import Source, file_bytes, read_source
 from optimize.data.unreadable import refused
-from serve.runtime.card.budget import Budget
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.device.cores import cores
 from serve.runtime.errors import ImageError, UserError
 from serve.runtime.images import image_preprocessing
-from serve.runtime.images.headers import faults_named
-from serve.runtime.images.placement import Placement
+from serve.runtime.images.placement import PlacedImage, Placement
 
 #: A split whose fitted images and targets need at most this many bytes (1 GiB) is decoded once and kept in memory.
 MEMORY_LIMIT = 1 << 30
@@ -178,7 +176,7 @@ def load(source: Source, preprocessing: Preprocessing) -> torch.Tensor:
     Raises:
         ImageError: it cannot be read, is not a usable image, or has finished pixels of another shape.
     """
-    return _load(source, preprocessing)[0]
+    return _load(source, preprocessing).pixels
 
 
 def load_row(split: Split, row: int, preprocessing: Preprocessing) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,25 +185,18 @@ def load_row(split: Split, row: int, preprocessing: Preprocessing) -> tuple[torc
     Raises:
         ImageError: one of them cannot be read or is not usable, or they do not fit together.
     """
-    image, placement = _load(split.sources[row], preprocessing)
-    return image, split.targets.load(row, placement)
+    image = _load(split.sources[row], preprocessing)
+    return image.pixels, split.targets.load(row, image.placement)
 
 
-def _load(source: Source, preprocessing: Preprocessing) -> tuple[torch.Tensor, Placement]:
+def _load(source: Source, preprocessing: Preprocessing) -> PlacedImage:
     if isinstance(source, np.ndarray):
         if source.shape != preprocessing.shape:
             raise ImageError(f"its pixels have the shape {source.shape}, not {preprocessing.shape}")
-        return torch.from_numpy(np.array(source)), Placement(*[preprocessing.crop] * 3)
-    if isinstance(source, Path):
-        try:
-            source = source.read_bytes()
-        except OSError as error:
-            raise ImageError(f"cannot be read ({error.strerror})") from None
+        return PlacedImage(torch.from_numpy(np.array(source)), Placement(*[preprocessing.crop] * 3))
     try:
-        image = image_preprocessing.decode(source, preprocessing.channels, pixel_max=preprocessing.pixel_max)
-        with faults_named(Budget()):
-            height, width = image.shape[-2:]
-            return image_preprocessing.fit(image, preprocessing), Placement.of(height, width, preprocessing)
+        data = file_bytes(source) if isinstance(source, Path) else source
+        return image_preprocessing.load_placed(data, preprocessing)
     except MemoryError:
         raise ImageError("there is not enough memory to decode it") from None
 

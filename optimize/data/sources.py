@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from serve.runtime.errors import UserError
+from serve.runtime.errors import ImageError, UserError
 from serve.runtime.images.image_preprocessing import eight_bit, white_of
 
 #: An image: a file, its encoded bytes, or, if the preprocessing is already done, pixels ``uint8 (C, H, W)``.
@@ -213,9 +213,21 @@ def read_source(source: Source) -> bytes:
     if isinstance(source, np.ndarray):
         return png(source[0] if len(source) == 1 else source.transpose(1, 2, 0))
     try:
-        return source.read_bytes()
+        return file_bytes(source)
+    except ImageError as error:
+        raise UserError(f"{source}: {error}") from None
+
+
+def file_bytes(path: Path) -> bytes:
+    """Return the bytes of an image's file.
+
+    Raises:
+        ImageError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
     except OSError as error:
-        raise UserError(f"{source}: cannot be read ({error.strerror})") from None
+        raise ImageError(f"cannot be read ({error.strerror})") from None
 
 
 def out_of_reach(sources: Sequence[Source], sample: int = 8) -> Path | None:

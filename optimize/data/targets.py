@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from optimize.data.fingerprint import Fingerprint, both, fingerprint
-from optimize.data.sources import Source, select
+from optimize.data.sources import Source, file_bytes, select
 from serve.runtime.card.budget import Budget
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.display import Described
@@ -230,12 +230,8 @@ def _values(source: Source) -> npt.NDArray[Any]:
         if source.ndim != 2:
             raise ImageError(f"has the shape {source.shape}, not (H, W)")
         return source
-    if isinstance(source, Path):
-        try:
-            source = source.read_bytes()
-        except OSError as error:
-            raise ImageError(f"cannot be read ({error.strerror})") from None
     try:
+        source = file_bytes(source) if isinstance(source, Path) else source
         with opened(source, Budget()) as image:
             if image.format == "JPEG" or image.mode not in _INDEX_MODES:
                 found = "a JPEG, which changes numbers" if image.format == "JPEG" else f"of colours ({image.mode})"

@@ -21,13 +21,13 @@ from optimize.tasks.base import Task
 from serve.common import layout
 from serve.common.options import ServingOptions
 from serve.packing.pack import write_bill
-from serve.runtime.card.card import CARD_FILE, Card, Preprocessing, write_card
+from serve.runtime.card.card import CARD_FILE, Card, write_card
 from serve.runtime.card.evidence import Evidence
 from serve.runtime.card.execution import Execution
 from serve.runtime.card.known_answer import KNOWN_FILE, KnownAnswer
 from serve.runtime.card.serving import SERVING_FILE, Serving
 from serve.runtime.engines.base import chain_for, execution_id
-from serve.runtime.images.image_preprocessing import decode
+from serve.runtime.images.image_preprocessing import load_placed
 from serve.runtime.images.placement import Placement
 from serve.runtime.outputs import Outputs
 from serve.runtime.tasks.base import open_task
@@ -88,6 +88,8 @@ def publish(
     keys: set[str] = set()
     digests: dict[Path, str] = {}
     published = []
+    (preprocessing,) = {artifact.card.preprocessing for artifact in artifacts.values()}  # one for the whole run
+    placement = load_placed(sample, preprocessing).placement
     for row in rows:
         artifact = artifacts.get(row.name)
         if artifact is None or row.file is None:
@@ -100,7 +102,7 @@ def publish(
         executions = preferred_executions(row, card, recommended)
         serving = options.over(Serving(executions, evidence=evidence_of(row, task)), card)
         beside = {SERVING_FILE: serving.text}
-        if (known := known_answer(row, card, recommended, first, sample)) is not None:
+        if (known := known_answer(row, card, recommended, first, sample, placement=placement)) is not None:
             beside[KNOWN_FILE] = known.text
         _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()}, beside)
         path = layout.archive_path(folder.parent, folder.name, artifact.name)
@@ -143,7 +145,7 @@ def measured_pairs(row: Row, recommended: str | None = None) -> list[tuple[Pair,
 
 
 def known_answer(
-    row: Row, card: Card, recommended: str | None, first: Mapping[str, Outputs], sample: bytes
+    row: Row, card: Card, recommended: str | None, first: Mapping[str, Outputs], sample: bytes, *, placement: Placement
 ) -> KnownAnswer | None:
     """Return the answer of an artifact's best pair to the run's sample image, from the accuracy measurement.
 
@@ -153,6 +155,7 @@ def known_answer(
         recommended: see `measured_pairs`.
         first: see `publish`.
         sample: see `publish`.
+        placement: how the sample lies on the network's input.
 
     Returns:
         The answer. None if nothing was measured, or the first image cannot be read, because the sample is another image
@@ -160,15 +163,9 @@ def known_answer(
     """
     for pair, _ in measured_pairs(row, recommended):
         if pair.id in first:
-            facts = open_task(card).known(first[pair.id], _placement(sample, card.preprocessing))
+            facts = open_task(card).known(first[pair.id], placement)
             return KnownAnswer(sample, card.task, execution_id(pair.execution), facts)
     return None
-
-
-def _placement(sample: bytes, preprocessing: Preprocessing) -> Placement:
-    """Return how an encoded image lies on the network's input."""
-    height, width = decode(sample, preprocessing.channels, pixel_max=preprocessing.pixel_max).shape[-2:]
-    return Placement.of(height, width, preprocessing)
 
 
 def evidence_of(row: Row, task: Task) -> tuple[Evidence, ...]:

@@ -172,7 +172,7 @@ def _fault_of_answer(client: Client, model: str, awaited: Awaited, image: bytes)
         else:
             headers = task.to_headers(task.complete)
             answer = client.predict(model, known.image, headers=headers, version=awaited.version)
-            task.seen(known.facts, answer, known.execution)
+            task.check_answer(known, answer)
     except ServerError as error:
         return StartError(f"{model} is loaded but does not answer: {error}")
     except CardError as error:

@@ -124,9 +124,16 @@ def load(
     data: bytes, preprocessing: Preprocessing, budget: Budget = _NO_BUDGET, header: Header | None = None
 ) -> torch.Tensor:
     """`decode`, then `fit`: bytes to ``uint8`` of shape ``preprocessing.shape``."""
+    return load_placed(data, preprocessing, budget, header).pixels
+
+
+def load_placed(
+    data: bytes, preprocessing: Preprocessing, budget: Budget = _NO_BUDGET, header: Header | None = None
+) -> PlacedImage:
+    """`decode`, then `place`."""
     image = decode(data, preprocessing.channels, budget, header, preprocessing.pixel_max)
     with faults_named(budget):
-        return fit(image, preprocessing)
+        return place(image, preprocessing)
 
 
 def normalise(

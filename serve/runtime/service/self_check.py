@@ -34,6 +34,6 @@ def check_known(service: Service, known: KnownAnswer, where: Path) -> str:
         raise CardError(f"{where}: the server refused its known image: {outcome.message}")
     try:
         task.check_known(known)
-        return task.seen(known.facts, json.loads(task.json(outcome)), known.execution)
+        return task.check_answer(known, json.loads(task.json(outcome)))
     except CardError as error:
         raise CardError(f"{where}: {error}") from None

@@ -179,17 +179,32 @@ class Task(ABC):
             raise CardError(f"the known answer is one of {known.task}, and the artifact's task is {self.name}")
 
     @classmethod
-    @abstractmethod
-    def seen(cls, facts: Mapping[str, Any], answer: Any, execution: str) -> str:
-        """Compare a complete answer with a known one. Return a line with the difference.
+    def check_answer(cls, known: KnownAnswer, answer: Any) -> str:
+        """Compare a complete answer with the known one. Return a line with the difference.
 
         Args:
-            facts: the result of `known`, from a file.
+            known: from a file.
             answer: the answer's parsed JSON.
-            execution: name of the execution that computed the known answer, for the line.
 
         Raises:
             CardError: the answer differs too much, or the facts are wrong.
+        """
+        fault, within = cls.compared(known.facts, answer)
+        if fault:
+            raise CardError(
+                f"the answer to its known image differs from the one measured with {known.execution}: {fault}"
+            )
+        return f"the answer to the known image matches the one of {known.execution}: {within}"
+
+    @classmethod
+    @abstractmethod
+    def compared(cls, facts: Mapping[str, Any], answer: Any) -> tuple[str, str]:
+        """Return how a complete answer differs too much from a known one, and how much it differs at all.
+
+        The first is empty if it does not differ too much. For the arguments see `known` and `check_answer`.
+
+        Raises:
+            CardError: the facts are wrong.
         """
 
     @classmethod

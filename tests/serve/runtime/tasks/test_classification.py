@@ -128,18 +128,18 @@ def test_facts_that_are_wrong_are_refused(change: dict[str, object]) -> None:
 def test_an_answer_is_the_known_one_where_each_class_has_about_its_probability(
     logits: list[float], data: st.DataObject
 ) -> None:
-    facts = {"logits": logits}
+    known = KnownAnswer(b"x", "classification", "openvino", {"logits": logits})
     shifted = torch.tensor(logits).double() + torch.tensor([data.draw(st.floats(-3, 3)) for _ in logits])
     probabilities = shifted.softmax(0).tolist()
     answer = [{"index": index, "probability": value} for index, value in enumerate(probabilities)][::-1]
     if KnownLogits(tuple(logits)).difference(probabilities) <= 0.1 * (max(logits) - min(logits)):
-        said = Classification.seen(facts, answer, "openvino")
+        said = Classification.check_answer(known, answer)
         assert said.startswith("the answer to the known image matches the one of openvino: ")
     else:
         with pytest.raises(
             CardError, match="the answer to its known image differs from the one measured with openvino"
         ):
-            Classification.seen(facts, answer, "openvino")
+            Classification.check_answer(known, answer)
     for other in (answer[1:], [*answer, {"index": len(logits), "probability": 0.0}]):
         with pytest.raises(CardError, match="by inf, more than"):
-            Classification.seen(facts, other, "openvino")
+            Classification.check_answer(known, other)

@@ -181,7 +181,8 @@ def known_of(classes: Any) -> dict[str, Any]:
 
 def test_an_answer_is_the_known_one_where_nearly_all_pixels_have_its_class() -> None:
     facts = known_of(np.zeros((4, 4), np.int64))
-    TASK.check_known(KnownAnswer(b"x", "segmentation", "openvino", facts))
+    known = KnownAnswer(b"x", "segmentation", "openvino", facts)
+    TASK.check_known(known)
     classes = map_of(facts)
     for changed, right in ((0, True), (6, True), (7, False)):  # of 128, of which 5 % are 6.4
         answer = classes.copy()
@@ -191,10 +192,10 @@ def test_an_answer_is_the_known_one_where_nearly_all_pixels_have_its_class() -> 
         }
         assert bool(TASK.fault(facts, document, 0.05)) != right
         if right:
-            assert "matches the one of openvino" in TASK.seen(facts, document, "openvino")
+            assert "matches the one of openvino" in TASK.check_answer(known, document)
         else:
             with pytest.raises(CardError, match=r"measured with openvino: 5\.47% of the pixels have another class"):
-                TASK.seen(facts, document, "openvino")
+                TASK.check_answer(known, document)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_an_answer_is_the_known_one_where_nearly_all_pixels_have_its_class() -> 
 def test_facts_that_are_wrong_are_refused(change: dict[str, object]) -> None:
     facts = known_of(np.zeros((4, 4), np.int64))
     with pytest.raises(CardError):
-        TASK.seen(facts | change, facts, "openvino")
+        TASK.check_answer(KnownAnswer(b"x", "segmentation", "openvino", facts | change), facts)
 
 
 def test_a_known_map_with_a_class_that_the_card_lacks_is_refused() -> None:
