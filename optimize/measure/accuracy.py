@@ -49,13 +49,14 @@ class Answers:
         return len(next(iter(self.evidence.values())))
 
 
-def answer(run: Call, context: Context, max_batch: int) -> Answers:
+def answer(run: Call, context: Context, max_batch: int, network: Call | None = None) -> Answers:
     """Run a network over the validation split.
 
     Args:
-        run: ``uint8 (N, C, H, W)`` to outputs.
+        run: ``uint8 (N, C, H, W)`` to the tensors of which answers are made.
         context: data, task and preprocessing.
         max_batch: the largest batch.
+        network: the same to the network's own outputs, which are kept of some images. None: ``run`` gives them.
 
     Raises:
         PassError: an output is NaN or infinite.
@@ -66,19 +67,28 @@ def answer(run: Call, context: Context, max_batch: int) -> Answers:
     batches = context.evaluation(max_batch, torch.device("cpu"))
     evidence, outputs = [], []
     for done, (rows, images, targets) in enumerate(batches.numbered(), start=1):
-        found = run(images)
-        if broken := [number for number, output in enumerate(found) if not output.isfinite().all()]:
-            raise PassError(f"its {output_values(broken[0])} are NaN or infinite on validation images")
+        found = _finite(run(images))
         if done == 1:
-            most = _PARITY_NUMBERS // sum(output[0].numel() for output in found)
+            one = found if network is None else network(images[:1])
+            most = _PARITY_NUMBERS // sum(output[0].numel() for output in one)
             places = max(1, min(count, PARITY_IMAGES, most))
             kept[torch.arange(places) * count // places] = True
+            outputs.append(tuple(output[:0] for output in one))
         own = context.task.evidence(found, targets, len(context.data.classes))
         evidence.append(own if groups is None else own | {GROUPS: groups[rows]})
-        outputs.append(tuple(output[kept[rows]] for output in found))
+        if network is None:
+            outputs.append(tuple(output[kept[rows]] for output in found))
+        elif len(chosen := images[kept[rows]]):
+            outputs.append(_finite(network(chosen)))
         context.listener.progressed(done / len(batches), "accuracy")
     left_out = torch.tensor(sorted(batches.left_out), dtype=torch.int64)
     return Answers(joined_evidence(evidence), joined(outputs), left_out)
+
+
+def _finite(outputs: Outputs) -> Outputs:
+    if broken := [number for number, output in enumerate(outputs) if not output.isfinite().all()]:
+        raise PassError(f"its {output_values(broken[0])} are NaN or infinite on validation images")
+    return outputs
 
 
 def save_answers(answers: Answers, folder: Path) -> None:

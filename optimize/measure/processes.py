@@ -124,9 +124,16 @@ class Worker:
         """Return the number of threads that torch uses in the process."""
         return int(self._ask("torch_threads")["threads"])
 
+    def ended(self, images: torch.Tensor) -> Outputs:
+        """Map ``uint8 (N, C, H, W)`` to the tensors ``(N, …)`` of which answers are made, both on the host."""
+        return self._computed("ended", images)
+
     def outputs(self, images: torch.Tensor) -> Outputs:
-        """Map ``uint8 (N, C, H, W)`` to outputs ``(N, …)``, both on the host."""
-        header, payload = self._exchange("outputs", _bytes(images))
+        """Map ``uint8 (N, C, H, W)`` to the network's outputs ``(N, …)``, both on the host."""
+        return self._computed("outputs", images)
+
+    def _computed(self, command: str, images: torch.Tensor) -> Outputs:
+        header, payload = self._exchange(command, _bytes(images))
         found, start = [], 0
         for shape, kind in header["kinds"]:
             dtype: torch.dtype = getattr(torch, kind)

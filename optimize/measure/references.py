@@ -22,6 +22,7 @@ from serve.runtime.device.transfer import open_transfer
 from serve.runtime.errors import EngineError
 from serve.runtime.outputs import Outputs, as_outputs
 from serve.runtime.service.predictor import infer
+from serve.runtime.tasks.base import find_task
 
 
 class Reference(NamedTuple):
@@ -76,38 +77,43 @@ class ModuleEngine:
         return as_outputs(self._module(batch.contiguous(memory_format=self._memory_format)))
 
 
-def open_reference(name: str, module: nn.Module, preprocessing: Preprocessing, device: str) -> tuple[Call, str]:
+def open_reference(
+    name: str, module: nn.Module, preprocessing: Preprocessing, task: str, device: str
+) -> tuple[Call, str]:
     """Open a module as the reference of this name, in its own process.
 
     Args:
         name: one of `REFERENCES`.
         module: eager, float32.
         preprocessing: the preprocessing of the batches.
+        task: what the network is for.
         device: where to run it.
 
     Returns:
-        A function from ``uint8`` images to outputs, and the name of what executes it.
+        A function from ``uint8`` images to the tensors of which answers are made, and the name of what executes it.
     """
     torch.set_num_threads(cores())
     if torch.device(device).type == "cpu":
         keep_memory()  # as `settle` does for the artifacts that it is compared with
     engine = ModuleEngine(module.eval(), torch.device(device), REFERENCES[name])
     transfer = open_transfer(engine.device, preprocessing.shape)  # as the server does
+    ending = find_task(task).ending
 
     def call(batch: torch.Tensor) -> Outputs:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of the compiler
-            return infer(engine, batch, preprocessing, torch.float32, transfer)
+            return infer(engine, batch, preprocessing, torch.float32, transfer, ending=ending)
 
     return call, engine.provider
 
 
-def pickled(build: Callable[[], nn.Module], preprocessing: Preprocessing) -> bytes:
-    """Pickle a module and its preprocessing for `open_reference` in a process that cannot import the user's code.
+def pickled(build: Callable[[], nn.Module], preprocessing: Preprocessing, task: str) -> bytes:
+    """Pickle a module, its preprocessing and its task's name for `open_reference`.
 
-    Classes and functions of installed libraries are pickled by name, all others by value.
+    The process that opens them cannot import the user's code. Classes and functions of installed libraries are pickled
+    by name, all others by value.
 
     Raises:
         Exception: any exception that pickling the module raises.
     """
-    return pickled_by_value((build(), preprocessing))
+    return pickled_by_value((build(), preprocessing, task))

@@ -75,13 +75,15 @@ class Child:
     """The answering side of an execution's process. Each method is the command of its name.
 
     Attributes:
-        call: ``uint8 (N, C, H, W)`` to outputs, both on the host, once something is open.
+        call: ``uint8 (N, C, H, W)`` to the tensors of which answers are made, both on the host, once something is open.
+        network: the same to the network's own outputs.
         device: where it runs.
         idle: memory of the process before anything was opened, bytes.
         images: a batch of each size that is timed.
     """
 
     call: Callable[[torch.Tensor], Outputs] | None = None
+    network: Callable[[torch.Tensor], Outputs] | None = None
     device: str = "cpu"
     shape: tuple[int, ...] = ()
     idle: int = 0
@@ -104,7 +106,7 @@ class Child:
         start = time.perf_counter()
         predictor = Predictor(Path(folder), by, max_batch=max_batch)
         load_ms = (time.perf_counter() - start) * 1e3
-        self.call, self.device = predictor.outputs, by.device
+        self.call, self.network, self.device = predictor.ended, predictor.outputs, by.device
         self.shape = predictor.card.preprocessing.shape
         return {"provider": predictor.engine.provider, "load_ms": load_ms}
 
@@ -112,8 +114,9 @@ class Child:
         """Load an eager module and run it as the reference of this name."""
         from optimize.measure.references import open_reference
 
-        module, preprocessing = pickle.loads(payload)  # from our own parent, through a socket that only it has
-        self.call, provider = open_reference(name, module, preprocessing, device)
+        # From our own parent, through a socket that only it has.
+        module, preprocessing, task = pickle.loads(payload)
+        self.call, provider = open_reference(name, module, preprocessing, task, device)
         self.device, self.shape = device, preprocessing.shape
         return {"provider": provider}
 
@@ -152,9 +155,16 @@ class Child:
 
         return {"threads": torch.get_num_threads()}
 
+    def ended(self, payload: bytearray) -> tuple[dict[str, Any], bytes]:
+        """Map ``uint8`` images to the tensors of which answers are made, both as raw memory."""
+        return self._sent(self._run(self._batch(payload)))
+
     def outputs(self, payload: bytearray) -> tuple[dict[str, Any], bytes]:
-        """Map ``uint8`` images to outputs, both as raw memory."""
-        found = self._run(self._batch(payload))
+        """Map ``uint8`` images to the network's outputs, both as raw memory."""
+        assert self.network is not None, "no artifact is open"
+        return self._sent(self.network(self._batch(payload)))
+
+    def _sent(self, found: Outputs) -> tuple[dict[str, Any], bytes]:
         kinds = [[list(output.shape), str(output.dtype).removeprefix("torch.")] for output in found]
         return {"kinds": kinds}, b"".join(output.numpy().tobytes() for output in found)
 
@@ -187,7 +197,8 @@ class Child:
 
 
 _COMMANDS: Final = (
-    "open", "reference", "warm", "memory", "device_memory", "probe", "torch_threads", "outputs", "keep", "turn",
+    "open", "reference", "warm", "memory", "device_memory", "probe", "torch_threads", "ended", "outputs", "keep",
+    "turn",
     "invoke",
 )  # fmt: skip
 

@@ -42,7 +42,7 @@ class Subject:
 
     def open(self) -> Engine:
         """Open the engine as a server does."""
-        return open_engine(self.folder, self.card, self.execution)
+        return open_engine(self.folder, self.card.ended, self.execution)
 
     def call(self, engine: Engine) -> None:
         """Make one call, which does all the work of a request after decoding."""

@@ -163,7 +163,8 @@ def known_answer(
     """
     for pair, _ in measured_pairs(row, recommended):
         if pair.id in first:
-            facts = open_task(card).known(first[pair.id], placement)
+            task = open_task(card)
+            facts = task.known(task.ending(first[pair.id]), placement)
             return KnownAnswer(sample, card.task, execution_id(pair.execution), facts)
     return None
 

@@ -18,6 +18,7 @@ import torch
 
 from optimize.context import Context
 from optimize.data.augmentation_choice import IN_WORDS
+from optimize.export.onnx_graph.ending import with_ending
 from optimize.export.sparsity import sparsity
 from optimize.measure.key_inputs import timing_here
 from optimize.measure.machine import installed_version, machine, versions
@@ -30,19 +31,30 @@ from optimize.models.teacher import Teaching
 from optimize.passes.base import Pass, find_pass, pass_of, zeros_are_meant
 from optimize.quantization.targets import x86_target
 from optimize.run.teachers import find_teacher
-from optimize.store.artifact import EAGER, PRODUCT_FILE, Artifact, Kind, Made, Product, read_product, write_product
+from optimize.store.artifact import (
+    EAGER,
+    GRAPHS,
+    PRODUCT_FILE,
+    Artifact,
+    Kind,
+    Made,
+    Product,
+    read_product,
+    write_product,
+)
 from optimize.store.keys import BaselineKey, Key, NamedKey, StageKey, content
 from optimize.store.locks import Hold
 from optimize.store.objects import Store, StoredObject
 from optimize.store.sources import code_of
 from optimize.store.training_history import History
 from optimize.training.baseline import make_baseline, new_module
-from optimize.training.config import TrainingConfig, distillations, in_words, inputs, trains
+from optimize.training.config import TrainingConfig, distillations, in_words, inputs, suited, trains
 from optimize.training.tensorboard_events import write_histories
 from serve.common.config import Config
 from serve.runtime.card.card import Ancestor, Card, read_card, write_card
 from serve.runtime.display import Described
 from serve.runtime.errors import UserError
+from serve.runtime.tasks.base import find_task
 
 BASELINE = "baseline"
 
@@ -154,7 +166,7 @@ class Session(Described):
         """Return the float32 model: with the checkpoint's weights, or trained here with ``config``.
 
         Args:
-            config: how to train if there is no checkpoint. What it does not set is as the model's source says.
+            config: how to train if there is no checkpoint. What it does not set is as suits the model and its task.
             checkpoint: the weights. They must fit the data's number of classes.
             origin: the checkpoint's path, for messages.
 
@@ -162,7 +174,7 @@ class Session(Described):
             UserError: the checkpoint does not fit.
         """
         given = {} if config is None else {name: getattr(config, name) for name in config.model_fields_set}
-        config = TrainingConfig(**{**self.source.training, **given})
+        config = TrainingConfig(**{**self._suiting(), **given})
         training = None if checkpoint else inputs(config)
         teaching = None if checkpoint else self.teaching(config, None)
         key = BaselineKey(
@@ -185,6 +197,10 @@ class Session(Described):
         if checkpoint is not None:
             settings = {"checkpoint": checkpoint.sha256, "place": checkpoint.place}
         return self._obtain(Planned(BASELINE, "module", BASELINE, settings, key.digest), write, None)
+
+    def _suiting(self) -> dict[str, Any]:
+        """Return the settings of training that suit the model and its task."""
+        return {**self.context.task.training, **self.source.training}
 
     def teaching(
         self, config: Config, parent: Artifact | None, others: Mapping[str, Artifact] | None = None
@@ -238,6 +254,7 @@ class Session(Described):
                 f"{step.name} needs the artifact that {parent.name} was made from, which is not in the store "
                 f"{self.store.root}: {parent.name} was loaded from a folder"
             )
+        config = suited(config, self._suiting())
         self.check(config)
         teaching = self.teaching(config, parent, others)
         settings = config.model_dump(mode="json")
@@ -251,6 +268,7 @@ class Session(Described):
             architecture=self.architecture if trains(config) else None,
             processes=self.context.processes if trains(config) else 1,
             zeros=code_of(sparsity) if zeros else None,
+            ending=code_of(with_ending, find_task(self.context.data.task)) if step.yields in GRAPHS else None,
             timed=timing_here(*timed) if (timed := step.timed(config)) else None,
             teacher=teaching.digest if teaching else None,
             libraries=_versions((*step.libraries, *step.more_libraries(config))),
@@ -262,6 +280,8 @@ class Session(Described):
             context = self._keeping(key, planned.name, teaching, parent)
             torch.manual_seed(self.context.seed)
             product: Product = step.apply(parent, in_words(config), context, folder)
+            if product.format == "onnx":
+                product = with_ending(product, folder, context, parent.card.outputs)
             return _with_zeros_counted(product, folder) if zeros else product
 
         planned = Planned(name or step.name, step.yields, step.name, settings, key.digest)
@@ -370,6 +390,7 @@ class Session(Described):
             target=product.target,
             probabilities=parent.card.probabilities if parent else product.probabilities,
             outputs=parent.card.outputs if parent else product.outputs,
+            ending=product.ending,
             preprocessing=self.context.preprocessing,
             classes=data.classes,
             files={name: digest for name, digest in stored.files.items() if name != PRODUCT_FILE},

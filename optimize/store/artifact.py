@@ -41,6 +41,9 @@ KIND_NAMES: dict[Kind, str] = {
 #: The kinds with an eager float module, whose weights are stored beside the program.
 EAGER: frozenset[Kind] = frozenset({"module", "lowbit"})
 
+#: The kinds that are ONNX graphs.
+GRAPHS: frozenset[Kind] = frozenset({"onnx", "onnx-half", "onnx-int8"})
+
 WEIGHTS_FILE = "weights.safetensors"
 REFERENCE_FILE = "reference.pt2"
 PRODUCT_FILE = "product.json"
@@ -53,7 +56,7 @@ class Product:
     ``structure`` is what the pass's ``resize`` needs to give a parent's module the shapes of this one, as JSON values.
     ``training`` is the history of each training behind the product, for reports: two products of one key differ in
     their times. ``probabilities`` says how the baseline's logits become probabilities, and ``outputs`` names its
-    outputs. All that is made from the baseline inherits both.
+    outputs. All that is made from the baseline inherits both. ``ending`` is as in the card.
     """
 
     file: str
@@ -67,6 +70,7 @@ class Product:
     training: tuple[History, ...] = ()
     probabilities: Probabilities = "softmax"
     outputs: tuple[str, ...] = (LOGITS,)
+    ending: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,7 @@ class StageKey(Making):
         teacher: see `BaselineKey`.
         zeros: digest of the sources that count zeros, if an ancestor or this pass prunes weights: such zeros are kept
             and counted. None without pruning.
+        ending: digest of the sources of the task's ending, if the pass writes a graph. None for others.
         timed: the machine, its environment and all libraries, for a pass that times networks. None for others.
     """
 
@@ -132,6 +133,7 @@ class StageKey(Making):
     processes: int
     teacher: str | None
     zeros: str | None
+    ending: str | None
     timed: Mapping[str, Any] | None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 from serve.runtime.display import Described
 from serve.runtime.registry import Registry, defined_at
@@ -69,6 +69,7 @@ class Task(Described, ABC):
         counted: the plural of what that figure counts.
         whole: whether targets lie in the picture, so that nothing of it may be cut off by default.
         method: a sentence on differences of the score and their interval, for a report.
+        training: settings of `TrainingConfig` that suit the task, in place of the defaults.
     """
 
     name: ClassVar[str]
@@ -77,6 +78,7 @@ class Task(Described, ABC):
     counted: ClassVar[str]
     method: ClassVar[str]
     whole: ClassVar[bool] = False
+    training: ClassVar[Mapping[str, Any]] = {}
 
     def _facts(self) -> dict[str, str]:
         return {"name": self.name, "score": self.metric.title}

@@ -6,8 +6,8 @@ not count: data use the largest value of the type.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -41,6 +41,16 @@ class Segmentation(Task):
     agreement: ClassVar[Metric] = Metric("pixel_agreement", "same class")
     counted: ClassVar[str] = "pixels"
     whole: ClassVar[bool] = True
+    # Whole pictures are large and few: few of them fit into memory, and few of them make few steps.
+    training: ClassVar[Mapping[str, Any]] = {
+        "optimizer": "adamw",
+        "learning_rate": 2e-3,
+        "weight_decay": 0.01,
+        "batch_size": 8,
+        "epochs": 30,
+        "crop_scale": 0.25,
+        "channels_last": True,
+    }
     method: ClassVar[str] = (
         "mIoU is the mean over classes of intersection over union, of the pixels of all images together. Its "
         "differences compare the same images under both models. Their 95 % interval is Student's with the jackknife's "
@@ -114,7 +124,7 @@ class Segmentation(Task):
         return found.scatter_(1, torch.where(counts, targets, 0).long()[:, None], counts[:, None].to(found))
 
     def evidence(self, outputs: Outputs, targets: torch.Tensor, classes: int) -> dict[str, torch.Tensor]:
-        """See `Task`. The first output may also be the classes of the pixels, integers ``(N, H, W)``."""
+        """See `Task`. The first output may also be classes of pixels, ``(N, H, W)``, from the runtime's ending."""
         import torch
 
         first = outputs[0]

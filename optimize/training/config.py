@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -15,6 +15,10 @@ from serve.common.config import Config
 Optimizer = Literal["sgd", "adamw"]
 
 C = TypeVar("C", bound=Config)
+
+#: The settings of a network's first training that suit its later ones, too: they are about the size of its images.
+#: Rates and epochs are not, because later trainings go on from trained weights.
+_OF_A_STEP = ("batch_size", "channels_last")
 
 
 def by_optimizer(*, sgd: float | None, adamw: float | None) -> Callable[[dict[str, Any]], Any]:
@@ -171,6 +175,22 @@ def trainings(config: Config) -> dict[str, TrainingConfig]:
     """Return a pass's settings of trainings: its own under the name ``""``, nested ones under their names."""
     within = {name: getattr(config, name) for name in type(config).model_fields}
     return {name: part for name, part in {"": config, **within}.items() if isinstance(part, TrainingConfig)}
+
+
+def suited(config: C, defaults: Mapping[str, Any]) -> C:
+    """Return a pass's settings whose trainings take `_OF_A_STEP` from ``defaults`` where nobody set them.
+
+    Args:
+        config: the settings of any pass.
+        defaults: what suits the training of the network from the start, by the name of the setting.
+    """
+    of_a_step = {name: defaults[name] for name in _OF_A_STEP if name in defaults}
+    changed = {
+        name: part.model_copy(update={key: of_a_step[key] for key in of_a_step.keys() - part.model_fields_set})
+        for name, part in trainings(config).items()
+    }
+    own = changed.pop("", config)
+    return own.model_copy(update=changed) if changed else own  # type: ignore[return-value]
 
 
 def trains(config: Config) -> bool:

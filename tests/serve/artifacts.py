@@ -115,7 +115,7 @@ def know(folder: Path, *, raised: float = 0.0) -> Path:
     predictor = Predictor(folder)
     image = jpeg(4)
     placed = place(decode(image, 3), predictor.card.preprocessing)
-    facts = predictor.task.known(predictor.outputs(placed.pixels[None]), placed.placement)
+    facts = predictor.task.known(predictor.ended(placed.pixels[None]), placed.placement)
     facts["logits"][0] += raised
     known = KnownAnswer(image, "classification", predictor.execution_name, facts)
     (folder / KNOWN_FILE).write_text(known.text)
@@ -201,6 +201,7 @@ def onnx_file() -> bytes:
             dynamo=True,
             external_data=False,
             dynamic_shapes=({0: torch.export.Dim("batch")},),
+            output_names=["logits"],
             verbose=False,
         )
         return path.read_bytes()

@@ -7,7 +7,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,7 @@ def export_onnx(
         PassError: torch's exporter fails, the graph has other inputs or outputs, or a fixed batch, or ``onnx.checker``
             refuses it.
     """
-    with EXPORTING.around(module, None), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        # The exporter reports progress on stdout and warns of its own internals.
-        warnings.simplefilter("ignore")
-        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with EXPORTING.around(module, None), quietly():
         exported = required_program(module, example)
         EXPORTED.run(exported, None)
         try:
@@ -91,8 +88,17 @@ def export_onnx(
     _drop_metadata(model)
     WRITTEN.run(model, None)
     onnx.save(model, str(path))
-    _check(str(path) if beside else model)
+    check_graph(str(path) if beside else model)
     return model
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Keep the exporter quiet: it reports progress on stdout and warns of its own internals."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        yield
 
 
 def _reason(error: torch.onnx.OnnxExporterError) -> str:
@@ -124,8 +130,12 @@ def _name_batch(model: onnx.ModelProto, outputs: Sequence[str]) -> None:
     del graph.value_info[:]
 
 
-def _check(model: onnx.ModelProto | str) -> None:
-    """Check a graph or its file with ``onnx.checker`` and full shape inference."""
+def check_graph(model: onnx.ModelProto | str) -> None:
+    """Check a graph or its file with ``onnx.checker`` and full shape inference.
+
+    Raises:
+        PassError: it is not valid.
+    """
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
@@ -152,7 +162,7 @@ def save_changed(model: onnx.ModelProto, path: Path) -> None:
     used = {name for node in graph.node for name in node.input}
     for tensor in [tensor for tensor in graph.initializer if tensor.name not in used]:
         graph.initializer.remove(tensor)
-    _check(model)
+    check_graph(model)
     onnx.save(model, str(path))
 
 

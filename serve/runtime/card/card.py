@@ -177,6 +177,8 @@ class Card(Described):
         probabilities: how probabilities are made from logits, for tasks that do that.
         outputs: names of the network's outputs, in the order in which engines return them. The first one is trained.
             All are tensors, batch first.
+        ending: names of further tensors that the file gives: those of the task's ``ending``. Empty: the file has none,
+            and the runtime computes them.
     """
 
     name: str
@@ -200,6 +202,7 @@ class Card(Described):
     certificate: Certificate | None = None
     probabilities: Probabilities = "softmax"
     outputs: tuple[str, ...] = (LOGITS,)
+    ending: tuple[str, ...] = ()
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -236,6 +239,10 @@ class Card(Described):
             fields.text("card: an output", output)
         if not self.outputs or len(set(self.outputs)) != len(self.outputs):
             raise CardError(f"card: outputs must be one or more different names, found {fields.shown(self.outputs)}")
+        for output in fields.sequence("card: ending", self.ending):
+            fields.text("card: a tensor of the ending", output)
+        if len({*self.outputs, *self.ending}) != len(self.outputs) + len(self.ending):
+            raise CardError(f"card: ending must be names that differ, found {fields.shown(self.ending)}")
 
     def _check_files(self) -> None:
         fields.files("card: files", self.files)
@@ -245,6 +252,11 @@ class Card(Described):
         names = [name.lower() for name in (*self.files, *self.packed)]
         if CARD_FILE in names or len(set(names)) != len(names):
             raise CardError("card: a file is listed twice, or is the card itself")
+
+    @property
+    def ended(self) -> Card:
+        """The card whose `outputs` are the tensors that answers are made of: the ending's, if the file has it."""
+        return dataclasses.replace(self, outputs=self.ending, ending=()) if self.ending else self
 
     @property
     def content(self) -> str:

@@ -10,7 +10,7 @@ from ..card.card import Card
 from ..card.execution import Execution
 from ..errors import EngineError
 from ..model_files.onnx_file import TINY_GRAPH, check_graph
-from ..model_files.onnx_session import CPU_PROVIDER, cpu_session, run_tiny
+from ..model_files.onnx_session import CPU_PROVIDER, cpu_session, run_tiny, wanted_outputs
 from ..outputs import Outputs
 from .base import Engine, EngineOption, EngineType, register
 
@@ -34,10 +34,12 @@ class OnnxRuntimeEngine:
             raise EngineError(f"{card.name}: ONNX Runtime runs this model on {active}, not on {CPU_PROVIDER}")
         self.provider = f"onnxruntime/{active}"
         self._input = self._session.get_inputs()[0].name
+        self._outputs = wanted_outputs(self._session, card)
 
     def run(self, batch: torch.Tensor) -> Outputs:
         """Return the outputs for a batch."""
-        return tuple(torch.from_numpy(output) for output in self._session.run(None, {self._input: batch.numpy()}))
+        found = self._session.run(self._outputs, {self._input: batch.numpy()})
+        return tuple(torch.from_numpy(output) for output in found)
 
 
 def _open(folder: Path, card: Card, execution: Execution) -> Engine:

@@ -30,7 +30,7 @@ class OnnxRuntimeCudaEngine:
             "prefer_nhwc": int(settings["channels_last"]),
             "use_tf32": int(settings["tf32"]),
         }
-        self._bound = GpuBinding(gpu_session(str(path), _PROVIDER, options), self.device)
+        self._bound = GpuBinding(gpu_session(str(path), _PROVIDER, options), self.device, card)
         self.provider = f"onnxruntime/{_PROVIDER}"
 
     def run(self, batch: torch.Tensor) -> Outputs:

@@ -66,7 +66,7 @@ class OnnxRuntimeTensorRtEngine:
             "trt_timing_cache_path": str(timings),
         }
         session = gpu_session(str(path), _PROVIDER, options, whole=True, entries=_ENTRIES)
-        self._bound = GpuBinding(session, self.device)
+        self._bound = GpuBinding(session, self.device, card)
 
     def run(self, batch: torch.Tensor) -> Outputs:
         """Return the outputs for a batch."""

@@ -33,6 +33,7 @@ class OpenVinoEngine:
         weights = (str(path.with_name(f"{path.name}{_WEIGHTS}")),) if card.format == "openvino" else ()
         try:
             model = library.read_model(str(path), *weights)
+            outputs = _outputs(model, card)
             compiled = library.compile_model(model, "CPU", _properties(model, execution.cores, settings["precision"]))
         except RuntimeError as error:  # the cause is the last line, below places in OpenVINO's own sources (2026.4)
             said = [line for line in str(error).splitlines() if line.strip()]
@@ -43,11 +44,12 @@ class OpenVinoEngine:
         if precision != "f32":
             self.provider += f"/{precision}"
         self.request = compiled.create_infer_request()
+        self._outputs = [compiled.output(name) for name in outputs]
 
     def run(self, batch: torch.Tensor) -> Outputs:
         """Return the outputs for a batch."""
         answers = self.request.infer({0: batch.contiguous().numpy()}, share_inputs=True)
-        return tuple(torch.from_numpy(answers[number]) for number in range(len(answers)))
+        return tuple(torch.from_numpy(answers[output]) for output in self._outputs)
 
 
 @functools.cache
@@ -67,6 +69,23 @@ def compile_bytes(graph: bytes, threads: int) -> Any:
     library = core()
     model = library.read_model(graph)
     return library.compile_model(model, "CPU", _properties(model, threads, "f32"))
+
+
+def _outputs(model: Any, card: Card) -> tuple[str, ...]:
+    """Remove the results of a model that the card does not name, and return the names of the others.
+
+    A result that nobody reads would still be written, and copied after each call.
+
+    Raises:
+        EngineError: the model does not have all of these outputs.
+    """
+    names = {name for result in model.outputs for name in result.names}
+    if missing := [name for name in card.outputs if name not in names]:
+        raise EngineError(f"{card.name}: the file has no output {missing[0]!r}")
+    for result in model.get_results():
+        if not result.output(0).names & set(card.outputs):
+            model.remove_result(result)
+    return card.outputs
 
 
 def _properties(model: Any, threads: int, precision: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..card.card import Card
 from ..errors import EngineError, one_line
 from ..outputs import Outputs
 from .telemetry import import_onnxruntime
@@ -200,6 +201,18 @@ def run_tiny(session: Any) -> object:
     return answer
 
 
+def wanted_outputs(session: Any, card: Card) -> list[str]:
+    """Return the names of the card's outputs.
+
+    Raises:
+        EngineError: the graph does not have all of them.
+    """
+    names = {output.name for output in session.get_outputs()}
+    if missing := [name for name in card.outputs if name not in names]:
+        raise EngineError(f"{card.name}: the graph has no output {missing[0]!r}")
+    return list(card.outputs)
+
+
 def _kind_of(output: Any) -> tuple[list[int], torch.dtype]:
     """Return the shape for one image and the dtype of a session's output."""
     shape = output.shape[1:]
@@ -217,17 +230,19 @@ class GpuBinding:
     Args:
         session: a session on a provider of the device.
         device: a CUDA device.
+        card: names the outputs that are wanted.
 
     Raises:
         EngineError: an output has another type, or a dynamic dimension behind the batch.
     """
 
-    def __init__(self, session: Any, device: torch.device) -> None:
+    def __init__(self, session: Any, device: torch.device, card: Card) -> None:
         self._session = session
         self._device = device
         self.input = session.get_inputs()[0].name
         # The name, the shape for one image and the dtype. Only the batch of a graph is dynamic.
-        self._outputs = [(output.name, *_kind_of(output)) for output in session.get_outputs()]
+        known = {output.name: output for output in session.get_outputs()}
+        self._outputs = [(name, *_kind_of(known[name])) for name in wanted_outputs(session, card)]
 
     def run(self, batch: torch.Tensor) -> Outputs:
         """Return the outputs for a batch ``(N, C, H, W)``, both on the device."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,14 @@ def infer(
     preprocessing: Preprocessing,
     dtype: torch.dtype,
     transfer: Transfer | None = None,
+    *,
+    ending: Callable[[Outputs], Outputs] | None = None,
 ) -> Outputs:
     """Run ``uint8`` images, ``(N, C, H, W)`` or N of ``(C, H, W)``, to outputs on the host, floats as ``float32``.
 
-    This is the cost of a request after decoding: copy to the device, normalise, run, copy back. It does not normalise
-    if ``dtype`` is ``uint8``: the graph does then. ``transfer`` does the copies. None: torch does.
+    This is the cost of a request after decoding: copy to the device, normalise, run, end, copy back. It does not
+    normalise if ``dtype`` is ``uint8``: the graph does then. ``transfer`` does the copies. None: torch does. ``ending``
+    runs on the outputs where they lie.
     """
     transfer = transfer or Plain(engine.device)
     with torch.inference_mode():
@@ -60,7 +64,7 @@ def infer(
         outputs = engine.run(inputs)
         if not isinstance(outputs, tuple):  # rows of a single tensor would pass for outputs
             raise EngineError(f"{engine.provider} must return a tuple of outputs, it returned {type(outputs).__name__}")
-        return transfer.receive(outputs)
+        return transfer.receive(ending(outputs) if ending is not None else outputs)
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,8 @@ class Predictor(Described):
         self.decoder = decoder
         self.accuracy: dict[str, Any] | None = None
         self.execution = execution or preferred(self.card, "cpu")
-        self.engine: Engine = open_engine(folder, self.card, self.execution)
+        self.engine: Engine = open_engine(folder, self.card.ended, self.execution)
+        self._folder = folder
         self.device = self.engine.device
         self.seconds: dict[int, float] = {}
         self._dtype: torch.dtype = getattr(torch, self.card.input_dtype)
@@ -128,8 +133,8 @@ class Predictor(Described):
         """Whether different threads may run it, one at a time. If not, only the thread that opened it may."""
         return self.device.type == "cpu" and find_engine(self.execution.engine).any_thread
 
-    def outputs(self, images: torch.Tensor | Sequence[torch.Tensor]) -> Outputs:
-        """Return the outputs that the card names, on the host, floats as ``float32``.
+    def ended(self, images: torch.Tensor | Sequence[torch.Tensor]) -> Outputs:
+        """Return the tensors of the task's ending on the host, of which answers are made, floats as ``float32``.
 
         Args:
             images: ``uint8``, ``(N, C, H, W)`` or N of ``(C, H, W)``, on the host or the engine's device. N >= 1.
@@ -137,14 +142,37 @@ class Predictor(Described):
         Raises:
             EngineError: the engine returns another number of outputs.
         """
+        return self._run(self.engine, self.card.ended, images, None if self.card.ending else self.task.ending)
+
+    def outputs(self, images: torch.Tensor | Sequence[torch.Tensor]) -> Outputs:
+        """Return the network's outputs, which the card names, on the host, floats as ``float32``.
+
+        For the argument and errors see `ended`. If the file has the ending, the first call opens it once more.
+        """
+        return self._run(self._network, self.card, images, None)
+
+    @functools.cached_property
+    def _network(self) -> Engine:
+        """The engine that returns the network's own outputs."""
+        return open_engine(self._folder, self.card, self.execution) if self.card.ending else self.engine
+
+    def _run(
+        self,
+        engine: Engine,
+        card: Card,
+        images: torch.Tensor | Sequence[torch.Tensor],
+        ending: Callable[[Outputs], Outputs] | None,
+    ) -> Outputs:
+        def checked(found: Outputs) -> Outputs:
+            if len(found) != len(card.outputs):
+                raise EngineError(
+                    f"{card.name}: {self.execution_name} returns {len(found)} outputs, and the card names "
+                    f"{', '.join(card.outputs)}"
+                )
+            return found if ending is None else ending(found)
+
         with self._turn:
-            found = infer(self.engine, images, self.card.preprocessing, self._dtype, self._transfer)
-        if len(found) != len(self.card.outputs):
-            raise EngineError(
-                f"{self.card.name}: {self.execution_name} returns {len(found)} outputs, and the card names "
-                f"{', '.join(self.card.outputs)}"
-            )
-        return found
+            return infer(engine, images, card.preprocessing, self._dtype, self._transfer, ending=checked)
 
     def logits(self, images: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the first output, for example ``float32`` logits ``(N, classes)``. For the argument see `outputs`."""
@@ -158,7 +186,7 @@ class Predictor(Described):
             batch = torch.zeros((size, *self.card.preprocessing.shape), dtype=torch.uint8)
             for _ in range(repeats):
                 started = time.perf_counter()
-                self.task.answers(self.outputs(batch), [options] * size, [whole] * size)
+                self.task.answers(self.ended(batch), [options] * size, [whole] * size)
                 self.seconds[size] = min(time.perf_counter() - started, self.seconds.get(size, math.inf))
 
     def predict(self, items: Sequence[bytes], options: Any = None) -> list[Outcome]:
@@ -223,7 +251,7 @@ class Predictor(Described):
     def _rows(self, images: Sequence[torch.Tensor]) -> list[Outputs | Refusal]:
         """Return the outputs of the batch's parts, in order, with a refusal for each image without any."""
         try:
-            return [self.outputs(images)]
+            return [self.ended(images)]
         except Exception as error:  # noqa: BLE001 - a library may raise anything
             if is_lost(error) or not device_answers(self.device):
                 raise BrokenError(

@@ -52,6 +52,7 @@ class Task(ABC):
         parameters: names of the parameters that it reads.
         headers: names of HTTP headers, in lower case, and the parameter that each carries.
         complete: parameters of a request for a whole answer, which can be compared with others.
+        ended: names of the tensors that `ending` returns. Empty: answers are made of the outputs as they are.
         card: the artifact's card.
         reading: for clients that get the network's outputs themselves: what these are, and how to read them.
         tensors: the outputs in the Open Inference Protocol, by name.
@@ -67,6 +68,7 @@ class Task(ABC):
     parameters: ClassVar[tuple[str, ...]] = ()
     headers: ClassVar[Mapping[str, str]] = {}
     complete: ClassVar[Mapping[str, str]] = {}
+    ended: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, card: Card) -> None:
         self.card = card
@@ -116,12 +118,21 @@ class Task(ABC):
 
     # Answers.
 
+    @staticmethod
+    def ending(outputs: Outputs) -> Outputs:
+        """Return the tensors that `answers` reads, batch first, from the network's outputs, wherever these lie.
+
+        An ONNX graph has these operators behind the network, so that its engine computes them and large outputs need
+        not leave it. For other files the runtime calls this function. It is traced, so it only computes with tensors.
+        """
+        return outputs
+
     @abstractmethod
     def answers(self, outputs: Outputs, options: Sequence[Any], placements: Sequence[Placement]) -> list[Outcome]:
         """Return an outcome for each image of a batch.
 
         Args:
-            outputs: the network's outputs on the host, floats as ``float32``, in the order of the card's ``outputs``.
+            outputs: what `ending` returns, on the host, floats as ``float32``.
             options: the options for each image.
             placements: how each picture lies on the network's input.
         """

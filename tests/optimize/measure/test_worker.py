@@ -256,24 +256,24 @@ def test_an_eager_module_of_the_users_own_code_travels(tmp_path: Path, monkeypat
     import users_net  # type: ignore[import-not-found]
 
     module = users_net.Net(64, 3).eval()
-    body = pickled(lambda: module, GREY8)
+    body = pickled(lambda: module, GREY8, "classification")
     monkeypatch.undo()
     images = torch.arange(128, dtype=torch.uint8).view(2, 1, 8, 8)
     with torch.no_grad():
         wanted = module(((images / 255) - 0.5) / 0.25)
     with worker() as started:
         assert started.reference("eager channels-last", "cpu", body) == "eager/cpu"
-        torch.testing.assert_close(started.outputs(images), (wanted,))
+        torch.testing.assert_close(started.ended(images), (wanted,))
 
 
 @pytest.mark.slow
 def test_a_compiled_reference_answers_as_the_eager_one(child: Worker) -> None:
     module = Net().eval()
     images = torch.arange(64, dtype=torch.uint8).view(1, 1, 8, 8)
-    assert child.reference("torch.compile", "cpu", pickled(lambda: module, GREY8)) == "inductor/cpu"
+    assert child.reference("torch.compile", "cpu", pickled(lambda: module, GREY8, "classification")) == "inductor/cpu"
     with torch.no_grad():
         wanted = module(((images / 255) - 0.5) / 0.25)
-    torch.testing.assert_close(child.outputs(images), (wanted,), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(child.ended(images), (wanted,), rtol=1e-4, atol=1e-4)
 
 
 class Doubled(nn.Module):
@@ -300,7 +300,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("compiling")
 def test_the_compiled_reference_has_code_for_each_batch_size_with_the_weights_in_it() -> None:
     module = Doubled()
-    call, _ = open_reference("torch.compile", module, GREY8, "cpu")
+    call, _ = open_reference("torch.compile", module, GREY8, "classification", "cpu")
     compiled = torch._dynamo.utils.counters["stats"]
     images = torch.arange(64, dtype=torch.uint8).view(1, 1, 8, 8)
     before = compiled["unique_graphs"]
@@ -322,8 +322,8 @@ def test_a_compiler_that_is_switched_off_gives_no_time_of_a_compiled_module(
     began_with(monkeypatch, **{switch: "1"})
     assert environment() == before | {switch: "1"}  # and so in the keys of what is measured
     with pytest.raises(EngineError, match=f"torch.compile is switched off by {switch}=1"):
-        open_reference("torch.compile", Net(), GREY8, "cpu")
-    open_reference("eager", Net(), GREY8, "cpu")
+        open_reference("torch.compile", Net(), GREY8, "classification", "cpu")
+    open_reference("eager", Net(), GREY8, "classification", "cpu")
 
 
 # --- ends

@@ -42,6 +42,7 @@ INPUTS: dict[type[Key], dict[str, tuple[Any, Any]]] = {
         "architecture": (None, ("a" * 64, "resnet18")),
         "processes": (1, 2),
         "zeros": (None, "f" * 64),
+        "ending": (None, "f" * 64),
         "timed": (None, {"machine": {"cores": 2}}),
         "teacher": (None, "a" * 64),
         "classes": (10, 11),
@@ -230,6 +231,7 @@ OTHER: dict[str, Any] = {
     "packed": {"handler.py": "2" * 64},
     "probabilities": "sigmoid",
     "outputs": ("logits", "map"),
+    "ending": ("classes",),
     "certificate": Certificate("3" * 64, 0.1, images=1, logits_of=1, data="4" * 64, agreements=()),
 }
 

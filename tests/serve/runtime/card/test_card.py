@@ -206,6 +206,7 @@ def test_any_change_of_a_card_gives_an_equal_card_or_a_card_error(data: st.DataO
         "packed": {},
         "certificate": None,
         "outputs": ["logits"],
+        "ending": [],
     }
     if isinstance(body.get("lineage"), list):
         body["lineage"] = [{"structure": {}, **ancestor} for ancestor in body["lineage"]]

@@ -370,8 +370,8 @@ def external(location: str) -> TensorProto:
 
 
 def graph_of(tensor: TensorProto, **more: Any) -> onnx.GraphProto:
-    value = helper.make_tensor_value_info("y", TensorProto.FLOAT, [4])
-    return helper.make_graph([helper.make_node("Identity", ["w"], ["y"])], "g", [], [value], [tensor], **more)
+    value = helper.make_tensor_value_info("logits", TensorProto.FLOAT, [4])
+    return helper.make_graph([helper.make_node("Identity", ["w"], ["logits"])], "g", [], [value], [tensor], **more)
 
 
 def model_of(graph: onnx.GraphProto, **more: Any) -> onnx.ModelProto:
@@ -446,7 +446,7 @@ def test_a_graph_may_keep_tensors_in_a_file_that_the_card_names(tmp_path: Path) 
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [4])
     graph = graph_of(external("model.onnx.data"))
     graph.input.append(value)
-    graph.node[0].CopyFrom(helper.make_node("Add", ["x", "w"], ["y"]))
+    graph.node[0].CopyFrom(helper.make_node("Add", ["x", "w"], ["logits"]))
     (folder / "model.onnx").write_bytes(model_of(graph).SerializeToString())
     artifacts.write_artifact(folder, "x", "onnx", "model.onnx", extra=("model.onnx.data",))
     (found,) = open_engine(folder, load_card(folder), Execution("onnxruntime")).run(torch.ones(4))
