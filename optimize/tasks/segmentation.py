@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from optimize.mean_iou import JackknifeDifference, class_ious, iou_difference, iou_interval, mean_iou
+from optimize.jackknife import JackknifeDifference
+from optimize.mean_iou import class_ious, iou_difference, iou_interval, mean_iou
 from optimize.tasks.base import Evidence, Likeness, Metric, Task, groups_of, register
 from optimize.tasks.classification import misplaced
 from serve.runtime.errors import listed

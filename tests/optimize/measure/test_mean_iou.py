@@ -11,16 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from optimize.jackknife import Spread, student_quantile, student_score
 from optimize.mean_iou import (
-    Spread,
     class_ious,
     grouped_difference,
     grouped_share,
     iou_difference,
     iou_interval,
     mean_iou,
-    student_quantile,
-    student_score,
 )
 from optimize.run.recommendation.non_inferiority import prove
 from optimize.statistics import images_needed, paired_interval, smallest_loss, wilson_interval
