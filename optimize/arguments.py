@@ -146,8 +146,9 @@ def must_be_model(value: object) -> None:
     if isinstance(value, type) and issubclass(value, nn.Module):
         built = f"; give an instance of it: {value.__name__}(…)"
     raise UserError(
-        "model: must be the name of a network (torchvision's, unet_small or timm:NAME), path/to/file.py:factory, "
-        f"package.module:factory or an nn.Module, not {reprlib.repr(value)} ({type(value).__name__}){built}"
+        "model: must be the name of a network (torchvision's, cnn_small, unet_small or timm:NAME), "
+        f"path/to/file.py:factory, package.module:factory or an nn.Module, not {reprlib.repr(value)} "
+        f"({type(value).__name__}){built}"
     )
 
 

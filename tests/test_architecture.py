@@ -21,6 +21,7 @@ FLOORS = {
     "optimize": 0,
     "optimize.errors": 0,
     "optimize.listener": 0,
+    "optimize.average_precision": 2,
     "optimize.jackknife": 1,
     "optimize.mean_iou": 1,
     "optimize.memory": 0,

@@ -62,8 +62,9 @@ def load(
     """Return the baseline variant: a model with its checkpoint, or a model trained here.
 
     Args:
-        model: a network's name (torchvision's, ``unet_small`` or ``timm:NAME``), ``path/to/file.py:factory``,
-            ``package.module:factory``, or an ``nn.Module``, which is copied with its weights.
+        model: a network's name (torchvision's, ``cnn_small``, ``unet_small`` or ``timm:NAME``),
+            ``path/to/file.py:factory``, ``package.module:factory``, or an ``nn.Module``, which is copied with its
+            weights.
         checkpoint: a file of weights.
         data: ``digits``, ``imagefolder:DIR`` or a torchvision data set. By default ``digits``, or the data without a
             download of the network's task. You can also pass a ``Dataset``, a

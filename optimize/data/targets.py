@@ -1,4 +1,4 @@
-"""What a network should answer for the images of a split: labels, or maps of classes.
+"""What a network should answer for the images of a split: labels, vectors, or maps of classes.
 
 A target is a tensor of one shape and dtype for all images of a split. So it is read with its image and kept beside it.
 """
@@ -124,6 +124,52 @@ class Labels(Targets):
     def fingerprint(self, sources: Sequence[Source]) -> Fingerprint:
         """See `Targets`."""
         return fingerprint(sources, self._labels.numpy())
+
+
+class Vectors(Targets):
+    """A vector for each image, ``(K,)``: ``uint8`` with 1 for each class that it has, or numbers as ``float32``.
+
+    Args:
+        values: ``uint8`` or ``float32 (N, K)``.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        if values.ndim != 2 or values.dtype not in (torch.uint8, torch.float32):
+            raise ValueError(f"vectors must be uint8 or float32 (N, K), got {values.dtype} of {tuple(values.shape)}")
+        self.values = values
+
+    def __len__(self) -> int:
+        """See `Targets`."""
+        return len(self.values)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Targets`."""
+        return self.values.dtype
+
+    def shape(self, preprocessing: Preprocessing) -> tuple[int, ...]:
+        """See `Targets`."""
+        return tuple(self.values.shape[1:])
+
+    def load(self, row: int, placement: Placement) -> torch.Tensor:
+        """See `Targets`."""
+        return self.values[row]
+
+    def part(self, rows: npt.NDArray[np.integer[Any]]) -> Vectors:
+        """See `Targets`."""
+        with torch.inference_mode(False):  # as in `Labels.part`
+            return Vectors(torch.from_numpy(self.values.numpy()[rows]))
+
+    def renumbered(self, places: torch.Tensor) -> Vectors:
+        """See `Targets`."""
+        moved = torch.empty_like(self.values)
+        moved[:, places] = self.values
+        return Vectors(moved)
+
+    def fingerprint(self, sources: Sequence[Source]) -> Fingerprint:
+        """See `Targets`."""
+        bits = self.values.numpy() if self.dtype == torch.uint8 else self.values.numpy().view(np.int32)
+        return fingerprint(sources, bits)
 
 
 class ClassMaps(Targets):

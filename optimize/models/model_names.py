@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from optimize.models import timm, torchvision
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
-from optimize.models.networks import smp, unet
+from optimize.models.networks import cnn, smp, unet
 from optimize.models.source import ModelSource
 from optimize.models.torchvision import torchvision_source
 from optimize.models.user_models import user_source
 from serve.runtime.errors import UserError
 
 #: The project's own networks.
-_OWN = {unet.NAME: unet.unet_source}
+_OWN = {cnn.NAME: cnn.cnn_source, unet.NAME: unet.unet_source}
 
 #: The endings of files of weights.
 _WEIGHTS = (".pt", ".pth", ".ckpt", ".th", ".tar", ".safetensors", ".bin")
@@ -20,8 +20,8 @@ _WEIGHTS = (".pt", ".pth", ".ckpt", ".th", ".tar", ".safetensors", ".bin")
 def resolve_model(reference: str) -> ModelSource:
     """Find a model by its name.
 
-    That is a torchvision name, ``unet_small``, ``timm:NAME``, ``smp:NAME``, ``path/to/file.py:factory`` or
-    ``package.module:factory``.
+    That is a torchvision name, ``cnn_small``, ``unet_small``, ``timm:NAME``, ``smp:NAME``,
+    ``path/to/file.py:factory`` or ``package.module:factory``.
 
     Raises:
         UserError: the model (the nearest names are suggested), file, module or factory does not exist, or the user's

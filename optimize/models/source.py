@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from optimize.tasks.base import find_task
 from serve.runtime.card.card import Preprocessing
 from serve.runtime.display import Described
 from serve.runtime.errors import UserError, one_line
@@ -101,7 +102,7 @@ class ModelSource(Described):
         Raises:
             UserError: it is.
         """
-        if self.task not in (None, task):
+        if self.task not in (None, task, find_task(task).networks_for):
             raise UserError(
                 f"{self.reference} is a network for {self.task}, and {data} is for {task}: choose a network or data "
                 "of one task"

@@ -53,7 +53,7 @@ class Job(Config):
     model_config = ConfigDict(title="")  # messages name its settings like the command line
 
     model: str | InstanceOf[Module] = Field(
-        description="A network's name (torchvision's, unet_small or timm:NAME), path/to/file.py:factory or "
+        description="A network's name (torchvision's, cnn_small, unet_small or timm:NAME), path/to/file.py:factory or "
         "some.module:factory. A program may also give a module with its weights."
     )
     checkpoint: Path | None = Field(
@@ -65,8 +65,8 @@ class Job(Config):
     data: str | InstanceOf[ImageData] | None = Field(
         default=None,
         description="The images to train, calibrate and measure with; by default digits, or for a network for "
-        "segmentation scenes. They are digits, scenes, imagefolder:DIR, "
-        "masks:DIR, or a data set of torchvision such as cifar10, which torchvision downloads. An imagefolder has "
+        "segmentation scenes. They are digits, scenes, scenelabels, imagefolder:DIR, masks:DIR, labels:FILE (a CSV), "
+        "cocolabels:DIR, or a data set of torchvision such as cifar10, which torchvision downloads. An imagefolder has "
         "train/ and val/ or test/, or one folder of class folders, which a seeded hash of the file names splits. Masks "
         "lie in masks/ as the images in images/. A program may also give a data set that is open.",
     )

@@ -67,7 +67,10 @@ class Task(Described, ABC):
         metrics: the figures of `scores`. The first one is the score: everything is judged by it.
         agreement: the first figure of `agreements`.
         counted: the plural of what that figure counts.
-        whole: whether targets lie in the picture, so that nothing of it may be cut off by default.
+        whole: whether targets are about the whole picture, so that nothing of it may be cut off by default.
+        networks_for: the task that libraries' networks are for if they suit this one, too. Empty: its own.
+        endings: how the logits become probabilities, by what a network ends in; see `optimize.models.logits`. Another
+            ending stays in the network.
         method: a sentence on differences of the score and their interval, for a report.
         training: settings of `TrainingConfig` that suit the task, in place of the defaults.
     """
@@ -79,6 +82,13 @@ class Task(Described, ABC):
     method: ClassVar[str]
     whole: ClassVar[bool] = False
     training: ClassVar[Mapping[str, Any]] = {}
+    networks_for: ClassVar[str] = ""
+    endings: ClassVar[Mapping[str, Probabilities]] = {
+        "logits": "softmax",
+        "softmax": "softmax",
+        "log-softmax": "softmax",
+        "sigmoid": "sigmoid",
+    }
 
     def _facts(self) -> dict[str, str]:
         return {"name": self.name, "score": self.metric.title}

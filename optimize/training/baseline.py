@@ -19,7 +19,7 @@ from optimize.store.training_history import History
 from optimize.tasks.base import Task
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
-from serve.runtime.card.card import LOGITS, MOST_CHANNELS, Probabilities
+from serve.runtime.card.card import LOGITS, MOST_CHANNELS
 from serve.runtime.errors import UserError, one_line
 from serve.runtime.outputs import Outputs, as_outputs
 
@@ -93,8 +93,9 @@ def make_baseline(
     with torch.random.fork_rng(devices=[]):  # keeps the training's random numbers
         _check_output(module.eval(), example[:_TRACED], classes, context.task)  # before hours of training
     ending = ending_of(module, example)
+    ending = ending if ending in context.task.endings else "logits"
     module = giving_logits(module, ending)
-    probabilities: Probabilities = "sigmoid" if ending == "sigmoid" else "softmax"
+    probabilities = context.task.endings.get(ending, "softmax")
     if isinstance(weights, TrainingConfig):
         result = train(
             module.train(), dataclasses.replace(context, probabilities=probabilities), weights, auxiliary=auxiliary

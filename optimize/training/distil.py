@@ -32,7 +32,7 @@ class TeacherModel(Config):
     model_config = ConfigDict(title="teacher")
 
     model: str = Field(
-        description="a network's name (torchvision's, unet_small or timm:NAME), path/to/file.py:factory or "
+        description="a network's name (torchvision's, cnn_small, unet_small or timm:NAME), path/to/file.py:factory or "
         "package.module:factory"
     )
     checkpoint: Path | None = Field(

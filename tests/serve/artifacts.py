@@ -110,6 +110,15 @@ def segmenter(folder: Path) -> Path:
     return folder
 
 
+def vectors(folder: Path, task: str, **changes: Any) -> Path:
+    """An artifact of `small_network` for a task with one vector for an image."""
+    folder.mkdir(parents=True)
+    (folder / "model.pt").write_bytes(torchscript_file())
+    write_artifact(folder, "small", "torchscript", "model.pt")
+    write_card(folder, dataclasses.replace(read_card(folder), task=task, **changes))
+    return folder
+
+
 def know(folder: Path, *, raised: float = 0.0) -> Path:
     """Write beside an artifact what it answers to an image, ``raised`` being added to the logit of its first class."""
     predictor = Predictor(folder)

@@ -10,13 +10,14 @@ from optimize.data.formats.base import DataFormat, register
 from optimize.data.formats.digits import CLASSES, split_digits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
     from PIL import Image
 
     from optimize.data.records import ImageData, Split
+    from optimize.data.targets import ClassMaps
     from optimize.listener import Listener
 
 #: Side of a scene in pixels.
@@ -54,6 +55,33 @@ def _scenes(seed: int) -> tuple[Split, Split]:
         for part, (digits, count) in enumerate(zip(split_digits(seed), SCENES, strict=True))
     )
     return train, val
+
+
+def _open_labels(place: str, seed: int, listener: Listener) -> ImageData:
+    """Make the scenes, with the digits that occur in them."""
+    import numpy as np
+    import torch
+
+    from optimize.data.records import ImageData, Split
+    from optimize.data.targets import Vectors
+
+    train, val = (
+        Split(split.sources, Vectors(torch.from_numpy(np.array([_shown(mask) for mask in _masks(split)], np.uint8))))
+        for split in _scenes(seed)
+    )
+    return ImageData("scenelabels", "multilabel", CLASSES, train, val, "shift", (SIDE, SIDE))
+
+
+def _masks(split: Split) -> Iterator[NDArray[np.integer]]:
+    maps: ClassMaps = split.targets  # type: ignore[assignment]
+    return (maps.values(row) for row in range(len(split)))
+
+
+def _shown(mask: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Return which digits occur in a mask, ``(10,)``."""
+    import numpy as np
+
+    return np.bincount(mask.ravel(), minlength=1 + len(CLASSES))[1:] > 0
 
 
 def _split(digits: Split, count: int, seed: tuple[int, int]) -> Split:
@@ -102,5 +130,14 @@ SCENES_FORMAT = register(
         open=_open,
         summary="2,400 scenes of several handwritten digits, with masks",
         default_of="segmentation",
+    )
+)
+
+SCENE_LABELS = register(
+    DataFormat(
+        name="scenelabels",
+        open=_open_labels,
+        summary="the same scenes, with the digits that occur in each",
+        default_of="multilabel",
     )
 )

@@ -1,0 +1,104 @@
+"""``labels:FILE``: a CSV that names pictures and the labels of each, for multi-label classification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from optimize.data.formats.base import DataFormat, register
+from serve.runtime.errors import UserError, listed
+
+if TYPE_CHECKING:
+    from optimize.data.formats.csv_file import CsvFile, Row
+    from optimize.data.records import ImageData, Split
+    from optimize.listener import Listener
+
+#: Names of a column with all labels of a picture, and what may be between them: the first that occurs.
+_LABELS = ("labels", "label", "tags", "tag", "classes", "class", "categories", "category", "findinglabels")
+_BETWEEN: Final = "|;, "
+
+_YES, _NO = ("1", "1.0", "true"), ("0", "0.0", "false")
+
+
+def _open(place: str, seed: int, listener: Listener) -> ImageData:
+    import torch
+
+    from optimize.data.formats.csv_file import plain, read_csv
+    from optimize.data.pixels import native_size
+    from optimize.data.records import ImageData
+
+    table = read_csv(place, LABELS.usage)
+    listener.progressed(0.5, "labels")
+    column = next((number for number, name in enumerate(table.columns) if plain(name) in _LABELS), None)
+    if column is None and len(table.columns) == 1:
+        column = 0
+    classes, rows, notes = _marked(table) if column is None else _named(table, column)
+    if not classes:
+        raise UserError(f"{table.rows[0].file}: has no labels")
+    train, val = table.splits(torch.tensor(rows, dtype=torch.uint8), seed)
+    # Not mirrored: the pictures may show letters, signs, or a left and a right.
+    return ImageData(
+        table.name,
+        "multilabel",
+        classes,
+        train,
+        val,
+        "shift",
+        native_size(train),
+        gaps=gaps_of(train, val, classes),
+        notes=(*table.notes, *notes),
+    )
+
+
+def gaps_of(train: Split, val: Split, classes: Sequence[str]) -> tuple[str, ...]:
+    """Return a line for each split in which some classes do not occur."""
+    gaps = []
+    for split, what in ((train, "training"), (val, "validation")):
+        values = split.targets.values  # type: ignore[attr-defined]
+        if never := [name for name, count in zip(classes, values.sum(0, dtype=int).tolist(), strict=True) if not count]:
+            gaps.append(f"none of the {len(split)} {what} images has the label {listed(never, 4)}")
+    return tuple(gaps)
+
+
+def _marked(table: CsvFile) -> tuple[tuple[str, ...], list[Sequence[int]], tuple[str, ...]]:
+    """Read a column for each class. Returns the classes, a vector for each row, and notes."""
+    from optimize.data.formats.csv_file import parsed
+
+    def parse(row: Row) -> list[int]:
+        cells = [cell.lower() for cell in row.cells]
+        for name, cell in zip(table.columns, cells, strict=True):
+            if cell not in (*_YES, *_NO):
+                raise ValueError(f"column {name} has {cell[:40]!r}; it must be 1 if the picture has that label, else 0")
+        return [int(cell in _YES) for cell in cells]
+
+    return table.columns, parsed(table, parse), ()
+
+
+def _named(table: CsvFile, column: int) -> tuple[tuple[str, ...], list[Sequence[int]], tuple[str, ...]]:
+    """Read a column with all labels of a picture. Returns the classes, a vector for each row, and notes."""
+    cells = [row.cells[column] for row in table.rows]
+    between = next((sign for sign in _BETWEEN if any(sign in cell for cell in cells)), ",")
+    labels = [[label for part in cell.split(between) if (label := part.strip())] for cell in cells]
+    classes = tuple(sorted({label for each in labels for label in each}))
+    places = {label: place for place, label in enumerate(classes)}
+    rows: list[Sequence[int]] = []
+    for each in labels:
+        row = [0] * len(classes)
+        for label in each:
+            row[places[label]] = 1
+        rows.append(row)
+    sign = "spaces" if between == " " else repr(between)
+    notes = [f"the labels in column {table.columns[column]} are separated by {sign}"] * (max(map(len, labels)) > 1)
+    if others := [name for number, name in enumerate(table.columns) if number != column]:
+        notes.append(f"not used: the columns {listed(others, 6)}")
+    return classes, rows, tuple(notes)
+
+
+LABELS = register(
+    DataFormat(
+        name="labels",
+        open=_open,
+        place="FILE",
+        summary="a CSV of pictures and their labels, in one column or in one for each class",
+    )
+)
