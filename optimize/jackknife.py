@@ -73,6 +73,16 @@ class JackknifeDifference(PairedDifference):
         reach = self.spread.reach(normal_quantile(confidence))
         return dataclasses.replace(self, low=max(-1.0, self.delta - reach), high=min(1.0, self.delta + reach))
 
+    def among(self, shown: NDArray[np.bool_], groups: NDArray[np.int64] | None) -> JackknifeDifference:
+        """Return the difference with `Spread.unseen` of those images or groups alone that can lose something.
+
+        Args:
+            shown: ``(N,)``, whether each image can. At least one must.
+            groups: the images' groups.
+        """
+        count = int(shown.sum()) if groups is None else len(np.unique(groups[shown]))
+        return dataclasses.replace(self, spread=dataclasses.replace(self.spread, groups=count)).at(0.95)
+
     def score(self, loss: float) -> float:
         """See `PairedDifference`."""
         return self.spread.deviations(self.delta + loss)

@@ -73,6 +73,23 @@ def iou_difference(
     return _difference(_pixels(first), _pixels(second), groups, confidence)
 
 
+def class_iou_differences(
+    first: NDArray[np.integer], second: NDArray[np.integer], groups: NDArray[np.int64] | None = None
+) -> list[JackknifeDifference | None]:
+    """Return what `iou_difference` returns, for the IoU of each class. None: no target has pixels of the class.
+
+    An image says something of a class if its target or an answer has it. Only targets can lose it.
+    """
+    pixels = _pixels(first), _pixels(second)
+    found: list[JackknifeDifference | None] = []
+    for place, own in enumerate(pixels[0][2].T > 0):
+        rows = np.flatnonzero((pixels[0][1, :, place] > 0) | (pixels[1][1, :, place] > 0))
+        of_class = [counts[:, rows, place : place + 1] for counts in pixels]
+        named = None if groups is None else groups[rows]
+        found.append(_difference(*of_class, named, 0.95).among(own[rows], named) if own.any() else None)
+    return found
+
+
 def grouped_share(right: NDArray[np.bool_], groups: NDArray[np.int64], confidence: float = 0.95) -> tuple[float, float]:
     """Return the interval of a share of images, such as an accuracy, that belong together in groups.
 

@@ -26,6 +26,7 @@ FLOORS = {
     "optimize.mean_iou": 1,
     "optimize.memory": 0,
     "optimize.noise": 0,
+    "optimize.small_pictures": 0,
     "optimize.statistics": 0,
     "serve": 1,
     "serve.common": 1,

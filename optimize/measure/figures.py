@@ -132,6 +132,40 @@ class Accuracy(TaskFigures):
         return next(iter(self.scores.values()))
 
 
+class ClassDifference(Record):
+    """A class's score minus the baseline's on the same images, and its 95 % interval.
+
+    ``worse``: it is below the baseline's with 95 % confidence for all classes together, so not only because one of many
+    is the lowest by chance.
+    """
+
+    delta: float
+    low: float
+    high: float
+    worse: bool
+
+    @classmethod
+    def of(cls, found: PairedDifference, classes: int) -> Self:
+        """Convert a paired difference of one of so many classes."""
+        together = found.at(1 - 0.05 / classes)
+        return cls(delta=found.delta, low=found.low, high=found.high, worse=together.high < 0)
+
+
+class ClassFigures(Record):
+    """The scores of one class, called ``name``.
+
+    ``count`` targets have it: images, or parts of images such as pixels. They are in ``images`` images. ``scores`` has
+    its score by pair's id, for each artifact's main execution. It is empty if no target has the class. ``differences``
+    has the differences to the baseline by pair's id, for the pairs that are compared class by class.
+    """
+
+    name: str
+    count: int
+    images: int
+    scores: dict[str, float]
+    differences: dict[str, ClassDifference]
+
+
 class OutputParity(Record):
     """How close the numbers of one output behind the logits are, on the same images as the logits."""
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
-from optimize.measure.figures import Difference, Measured, Record, Timed
+from optimize.measure.figures import ClassFigures, Difference, Measured, Record, Timed
 from optimize.measure.timing import Timing
 from optimize.store.layer_effects import Effect
 from optimize.store.training_history import History
@@ -280,12 +280,13 @@ class Results(Record):
     ``task`` is the name of what the network is for. ``references_of`` is the artifact whose eager module the references
     run. Speeds are relative to two pairs or references. ``yardstick`` is the fastest float execution, or the baseline's
     best pair if no float was measured. ``eager`` is the reference of that name, or the baseline's best pair if it was
-    not measured.
+    not measured. ``classes`` are the figures of the single classes, in the data's order.
     """
 
     title: str
     task: str
     rows: tuple[Row, ...]
+    classes: tuple[ClassFigures, ...] = Field(default=(), exclude_if=lambda classes: not classes)
     references: tuple[Reference, ...] = ()
     references_of: str | None = None
     yardstick: str | None = None
@@ -375,7 +376,11 @@ class Data(Record):
 
 
 class Report(Results):
-    """A finished run, as in ``report.json``. ``title`` is its name, ``recommended`` the artifact to serve."""
+    """A finished run, as in ``report.json``.
+
+    ``title`` is its name, ``recommended`` the artifact to serve. ``examples`` is the key of the stored object with
+    pictures of answers, or None if the task draws none.
+    """
 
     schema_version: Literal[5] = Field(default=SCHEMA, alias="schema")
     model: str
@@ -386,6 +391,7 @@ class Report(Results):
     machine: Machine
     versions: dict[str, str]
     recommended: str | None
+    examples: str | None = Field(default=None, exclude_if=lambda key: key is None)
 
     @model_validator(mode="after")
     def _recommended_once(self) -> Self:

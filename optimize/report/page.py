@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from optimize.measure.rows import Report, Results, Row
 from optimize.report import parity_text
+from optimize.report.class_table import class_losses, class_table
 from optimize.report.columns import Column, columns_of, family_of
 from optimize.report.lineage import layout
-from optimize.report.number_format import count, day, figure, moment, number, percent, plain, plural, seconds
+from optimize.report.number_format import count, day, figure, moment, number, percent, plain, plural, seconds, size
 from optimize.report.report_text import facts, method, notes, verdict, yardsticks
 from optimize.report.stored_charts import Charts
 from optimize.report.table_rows import Line, lines, others, references, shown
@@ -94,6 +95,9 @@ def write_html(
             pareto=Markup(charts.pareto),
             throughput=Markup(charts.throughput),
             throughput_table=_throughput_table(report),
+            classes=class_table(report),
+            class_losses=class_losses(report),
+            examples=charts.examples,
             lineage=layout(report.rows),
             trainings=_trainings(report, charts),
             profiles=profiles,
@@ -145,7 +149,13 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"family": family_of, "percent": percent, "number": number, "settings": _settings}
+    environment.filters |= {
+        "family": family_of,
+        "percent": percent,
+        "number": number,
+        "settings": _settings,
+        "size": size,
+    }
     environment.filters |= {
         "figure": figure,
         "parity": parity_text.rows,

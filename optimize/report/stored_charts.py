@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from optimize.measure.rows import Report
+from optimize.measure.stored_examples import Examples, stored_examples
 from optimize.store.keys import ChartsKey
 from optimize.store.objects import Store
 from optimize.store.sources import source_digest
 from optimize.tasks.base import find_task
 
-#: Fields of a report and of its rows that differ between runs with the same results. No chart shows them.
-_OF_THE_RUN: Final = frozenset({"created", "seconds", "measurement"})
+#: Fields of a report and of its rows that no chart shows. Most differ between runs with the same results.
+_OF_THE_RUN: Final = frozenset({"created", "seconds", "measurement", "classes", "examples"})
 _OF_THE_ROWS_MAKING: Final = frozenset({"cached", "made", "seconds", "archive"})
 
 _PLOTS: Final = ("optimize.report.plots", "optimize.report.training_curves")
@@ -35,6 +36,7 @@ class Charts:
         throughput: throughput by batch size, as an element of the page.
         paper: accuracy against latency on white, an SVG file. None if no artifact has both.
         curves: the curves of each training of an artifact, by its name, as elements of the page.
+        examples: pictures of answers, if the report has some.
         key: key of the object in the store.
     """
 
@@ -42,6 +44,7 @@ class Charts:
     throughput: str
     paper: bytes | None
     curves: Mapping[str, tuple[str, ...]]
+    examples: Examples | None
     key: str
 
 
@@ -78,6 +81,7 @@ def stored_charts(report: Report, store: Store) -> Charts:
         (folder / _THROUGHPUT).read_text(encoding="utf-8"),
         (folder / _PAPER).read_bytes() if (folder / _PAPER).exists() else None,
         {name: tuple(each) for name, each in json.loads((folder / _CURVES).read_text(encoding="utf-8")).items()},
+        stored_examples(report.examples, store),
         key,
     )
 

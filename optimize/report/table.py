@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optimize.measure.rows import Results
+from optimize.report.class_table import class_losses
 from optimize.report.columns import SLOWER, Column, columns_of, parent_of
 from optimize.report.console import UNBOUNDED, output
 from optimize.report.parity_text import parity_lines
@@ -108,5 +109,5 @@ def _caption(results: Results, found: Sequence[Line], more: Sequence[str]) -> Te
             if line.first and (cell := column.cell(line, results)).alarm:
                 words = f"{line.id}: {cell.text} the speed of {parent_of(line)}, {SLOWER}"
                 lines.append(Text(words, style="red"))
-    lines += map(Text, (*changes(results), *more))
+    lines += map(Text, (*changes(results), *class_losses(results), *more))
     return Text("\n").join(lines)

@@ -24,6 +24,8 @@ from optimize.models.preprocessing_config import Wish
 from optimize.profiling.profile_files import layer_charts
 from optimize.report.page import write_html
 from optimize.report.stored_charts import stored_charts
+from optimize.run.class_figures import class_figures, compared_pairs
+from optimize.run.examples import Answered, keep_examples
 from optimize.run.float_references import graph_of
 from optimize.run.identity import refuse_replacing, write_identity
 from optimize.run.job import Job
@@ -32,8 +34,8 @@ from optimize.run.publishing import publish
 from optimize.run.recipe import DEFAULT_RECIPE, Recipe, Stage, load_recipe
 from optimize.run.recommendation.rule import Recommend
 from optimize.run.recommendation.selection import recommend
-from optimize.run.report_rows import measure, not_made, skip_of
-from optimize.run.session import BASELINE, Step
+from optimize.run.report_rows import Measurements, measure, not_made, skip_of
+from optimize.run.session import BASELINE, Session, Step
 from optimize.run.teacher_checks import check_teaching
 from optimize.store.atomic_files import write_atomically, write_json
 from optimize.training.config import trains
@@ -107,6 +109,7 @@ def run(job: Job, listener: Listener) -> Outcome:
                 first=measured.first,
                 task=context.task,
             )
+            examples = _examples(measured, recommendation.pair, session)
             report = Report(
                 title=opened.run,
                 task=context.task.name,
@@ -118,6 +121,10 @@ def run(job: Job, listener: Listener) -> Outcome:
                 machine=here,
                 versions=versions(),
                 rows=published.rows,
+                classes=class_figures(
+                    measured.rows, recommendation.pair, measured.evidence, context.task, context.data.classes
+                ),
+                examples=examples,
                 references=measured.references,
                 references_of=measured.references_of,
                 yardstick=measured.turns.yardstick,
@@ -127,7 +134,10 @@ def run(job: Job, listener: Listener) -> Outcome:
                 measurement=measured.measurement,
             )
             charts = stored_charts(report, session.store)
-            write_json(sorted(measured.keys | published.keys | {charts.key}), folder / layout.OBJECTS_FILE)
+            write_json(
+                sorted(measured.keys | published.keys | {charts.key, *([examples] if examples else [])}),
+                folder / layout.OBJECTS_FILE,
+            )
             write_html(report, folder / layout.PAGE_FILE, charts, layer_charts(job.store, folder.name))
             if charts.paper is not None:
                 write_atomically(folder / layout.PLOT_FILE, charts.paper)
@@ -237,6 +247,20 @@ def _explained(error: Exception, log: Path) -> str:
     log.parent.mkdir(exist_ok=True)
     log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     return f"{message_of(error)} (traceback in {log})"
+
+
+def _examples(measured: Measurements, chosen: str | None, session: Session) -> str | None:
+    """Keep pictures of answers of the baseline and of the artifact that is compared with it. Return their key."""
+    context = session.context
+    compared = compared_pairs(measured.rows, chosen)
+    if not compared or not context.task.drawn:
+        return None
+    keys = {pair.id: pair.measured.accuracy.answers for row in measured.rows for pair in row.pairs if pair.measured}
+    first, other = (
+        Answered(name, measured.evidence[name], keys[name]) for name in (next(iter(measured.evidence)), compared[0])
+    )
+    rows = [row for row in range(len(context.data.val)) if row not in set(measured.left_out)]
+    return keep_examples(first, other, context, rows, session.store)
 
 
 def _describe(context: Context, origins: Mapping[str, str]) -> Data:

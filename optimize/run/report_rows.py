@@ -45,7 +45,9 @@ class Measurements:
         references_of: the artifact whose eager module they run.
         measurement: how the speeds were measured.
         turns: every time by pair's id or reference's name, without skipped ones.
-        evidence: what the task keeps of each image's answer, by measured pair's id.
+        evidence: what the task keeps of each image's answer, by measured pair's id. The first pair is the one that all
+            are compared with.
+        left_out: rows of the validation split that cannot be read, which no evidence has.
         first: the outputs for the first image, ``(1, …)`` each, by measured pair's id. Pairs that could not read it are
             left out.
         keys: keys of the stored objects with these measurements.
@@ -57,6 +59,7 @@ class Measurements:
     measurement: Measurement
     turns: Turns
     evidence: Mapping[str, Evidence]
+    left_out: tuple[int, ...]
     first: Mapping[str, Outputs]
     keys: frozenset[str]
 
@@ -147,6 +150,7 @@ def measure(
         ),
         turns=every.turns,
         evidence={pair.id: answers[pair.id].value.evidence for pair in remaining()},
+        left_out=tuple(answers[every.baseline.id].value.left_out.tolist()),
         first={
             pair.id: tuple(output[:1] for output in answers[pair.id].value.outputs)
             for pair in remaining()

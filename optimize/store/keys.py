@@ -376,6 +376,32 @@ class ChartsKey(Key):
     code: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExamplesKey(Key):
+    """The pictures of two artifacts' answers to a few images.
+
+    Attributes:
+        answers: the keys of the answers.
+        names: how the artifacts are called.
+        captions: which images they are, and how well they are answered.
+        images: fingerprint of the validation images.
+        classes: the names of the classes.
+        preprocessing: the preprocessing of the images.
+        libraries: versions of the libraries that draw.
+        code: digest of the sources that choose and draw.
+    """
+
+    kind = "examples"
+    answers: tuple[str, str]
+    names: tuple[str, str]
+    captions: tuple[str, ...]
+    images: str
+    classes: tuple[str, ...]
+    preprocessing: Preprocessing
+    libraries: Mapping[str, str]
+    code: str
+
+
 def paired(card: Card, execution: Execution) -> str:
     """Return the SHA-256 of an artifact with its execution. Pairs that differ only in names have equal ones."""
     return make_key(artifact=opening(card), execution=execution.to_json())

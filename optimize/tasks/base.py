@@ -59,6 +59,49 @@ class Likeness(Described):
     said: str
 
 
+@dataclass(frozen=True)
+class ClassScores:
+    """A network's scores of the single classes, as arrays ``(classes,)``.
+
+    Attributes:
+        scores: the score of each class. NaN: no target has it.
+        counts: how many targets each class has: images, or the parts of images that `Task.counted` names.
+        images: the number of images with targets of each class.
+    """
+
+    scores: NDArray[np.float64]
+    counts: NDArray[np.int64]
+    images: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture of an example.
+
+    Attributes:
+        title: what it shows.
+        image: a small PNG or JPEG; see `optimize.small_pictures`.
+        said: what it shows, for readers who do not see it.
+    """
+
+    title: str
+    image: bytes
+    said: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """One image with its target and the answers of two networks, drawn.
+
+    Attributes:
+        panels: its pictures, from left to right.
+        legend: colour and size of what the panels show, by its label. Sizes are of any unit.
+    """
+
+    panels: tuple[Panel, ...]
+    legend: Mapping[str, tuple[str, int]]
+
+
 class Task(Described, ABC):
     """What a network is for.
 
@@ -73,6 +116,9 @@ class Task(Described, ABC):
             ending stays in the network.
         method: a sentence on differences of the score and their interval, for a report.
         training: settings of `TrainingConfig` that suit the task, in place of the defaults.
+        of_class: the name of a class's score. Empty: classes have none.
+        answered: the plural of what `ease` is a share of.
+        drawn: a sentence on the panels of `example`, for a report. Empty: the task draws nothing.
     """
 
     name: ClassVar[str]
@@ -89,6 +135,9 @@ class Task(Described, ABC):
         "log-softmax": "softmax",
         "sigmoid": "sigmoid",
     }
+    of_class: ClassVar[str] = ""
+    answered: ClassVar[str] = "images"
+    drawn: ClassVar[str] = ""
 
     def _facts(self) -> dict[str, str]:
         return {"name": self.name, "score": self.metric.title}
@@ -157,9 +206,32 @@ class Task(Described, ABC):
     def likeness(self, expected: Outputs, found: Outputs) -> Likeness:
         """Compare the outputs of two networks for the same few training images, without their targets."""
 
-    def by_class(self, evidence: Evidence) -> NDArray[np.float64] | None:
-        """Return the score of each class, ``(classes,)``. NaN: it does not occur. None: classes have no score."""
+    def by_class(self, evidence: Evidence, classes: int) -> ClassScores | None:
+        """Return the scores of the single classes. None: they have none."""
         return None
+
+    def class_differences(
+        self, reference: Evidence, other: Evidence, classes: int
+    ) -> Sequence[PairedDifference | None]:
+        """Return for each class what `difference` returns for all. None: no target has the class."""
+        return [None] * classes
+
+    def example(
+        self,
+        image: NDArray[np.uint8],
+        target: NDArray[np.integer],
+        answers: Mapping[str, Evidence],
+        classes: Sequence[str],
+    ) -> Example:
+        """Draw the answers to one image. A report calls it if `drawn` says something.
+
+        Args:
+            image: the network's input before its values are normalised, ``(C, H, W)``.
+            target: the image's target.
+            answers: the evidence of this one image by the networks' names: the reference's, and another's.
+            classes: the names of the classes.
+        """
+        raise NotImplementedError(f"{self.name} draws nothing")
 
     def chance(self, classes: int) -> float | None:
         """Return the score of a network that guesses. None: unknown."""

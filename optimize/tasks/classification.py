@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from optimize.data.class_order import ORDER_FLAG, ORDERS
 from optimize.mean_iou import grouped_difference, grouped_share
 from optimize.statistics import PairedDifference, paired_difference, wilson_interval
-from optimize.tasks.base import Evidence, Likeness, Metric, Task, groups_of, register
+from optimize.tasks.base import ClassScores, Evidence, Likeness, Metric, Task, groups_of, register, rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +30,8 @@ class Classification(Task):
 
     - ``first``: ``bool``, whether the best class is the right one
     - ``five``: ``bool``, whether the right class is among the best five
-    - ``predicted``: ``int64``, the best class.
+    - ``predicted``: ``int64``, the best class
+    - ``target``: ``int64``, the right class.
     """
 
     name: ClassVar[str] = "classification"
@@ -41,6 +41,7 @@ class Classification(Task):
     )
     agreement: ClassVar[Metric] = Metric("top1_agreement", "same top-1")
     counted: ClassVar[str] = "images"
+    of_class: ClassVar[str] = "accuracy"
     method: ClassVar[str] = (
         "Accuracy differences compare the same images under both models; their 95 % interval is Tango's score interval "
         "for paired proportions, and is the wider the more images changed sides (gained and lost). If the data have "
@@ -101,7 +102,7 @@ class Classification(Task):
         # int8 often gives equal logits. The server sorts them by index, so this sort must be stable. topk is not.
         best = outputs[0].sort(dim=1, descending=True, stable=True).indices[:, :5]
         right = best == targets[:, None]
-        return {"first": right[:, 0], "five": right.any(dim=1), "predicted": best[:, 0]}
+        return {"first": right[:, 0], "five": right.any(dim=1), "predicted": best[:, 0], "target": targets}
 
     def scores(self, evidence: Evidence) -> dict[str, float]:
         """Return the share of images whose best class is right, and that of those with the right one among five."""
@@ -128,6 +129,20 @@ class Classification(Task):
     def ease(self, evidence: Evidence) -> NDArray[np.generic]:
         """See `Task`."""
         return evidence["first"].numpy()
+
+    def by_class(self, evidence: Evidence, classes: int) -> ClassScores:
+        """Return the share of each class's images whose best class is the right one."""
+        target = evidence["target"].numpy()
+        counts = np.bincount(target, minlength=classes)
+        right = np.bincount(target, weights=evidence["first"].numpy(), minlength=classes)
+        return ClassScores(np.where(counts > 0, right / np.maximum(1, counts), np.nan), counts, counts)
+
+    def class_differences(
+        self, reference: Evidence, other: Evidence, classes: int
+    ) -> Sequence[PairedDifference | None]:
+        """See `Task`."""
+        rows = [np.flatnonzero(reference["target"].numpy() == place) for place in range(classes)]
+        return [self.difference(rows_of(reference, own), rows_of(other, own)) if len(own) else None for own in rows]
 
     def agreements(self, reference: Evidence, other: Evidence) -> dict[str, float]:
         """Return the share of images with the same best class."""
@@ -176,6 +191,8 @@ def misplaced(
         return None
     if gain.mean() * np.sqrt(len(gain)) < _SURE * max(float(gain.std()), 1 / np.sqrt(len(gain))):
         return None
+    from optimize.data.class_order import ORDER_FLAG, ORDERS  # imports torch, see `base`
+
     meant = _meant(predicted, labels, len(classes))
     order = [classes[place] for place in meant]
     word = next((word for word, ordered in ORDERS.items() if list(ordered(classes)) == order), None)

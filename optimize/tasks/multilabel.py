@@ -19,13 +19,14 @@ from optimize.average_precision import (
     precision_interval,
 )
 from optimize.jackknife import JackknifeDifference
-from optimize.tasks.base import Evidence, Likeness, Metric, Task, groups_of, register
+from optimize.tasks.base import ClassScores, Evidence, Likeness, Metric, Task, groups_of, register
 from serve.runtime.errors import listed
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from optimize.statistics import PairedDifference
     from serve.runtime.card.card import Probabilities
     from serve.runtime.outputs import Outputs
 
@@ -47,6 +48,7 @@ class MultiLabel(Task):
     metrics: ClassVar[tuple[Metric, ...]] = (Metric("map", "mAP"), Metric("f1", "F1"))
     agreement: ClassVar[Metric] = Metric("label_agreement", "same labels")
     counted: ClassVar[str] = "labels of an image"
+    of_class: ClassVar[str] = "AP"
     whole: ClassVar[bool] = True
     endings: ClassVar[Mapping[str, Probabilities]] = {"logits": "sigmoid", "sigmoid": "sigmoid"}
     method: ClassVar[str] = (
@@ -106,9 +108,21 @@ class MultiLabel(Task):
         """Return the mAP; see `optimize.average_precision`."""
         return mean_precision(*_both(evidence), weights)
 
-    def by_class(self, evidence: Evidence) -> NDArray[np.float64]:
-        """Return the average precision of each class. NaN: no image has it."""
-        return class_precisions(*_both(evidence))
+    def by_class(self, evidence: Evidence, classes: int) -> ClassScores:
+        """Return the average precision of each class."""
+        images = evidence["truth"].numpy().sum(0, dtype=np.int64)
+        return ClassScores(class_precisions(*_both(evidence)), images, images)
+
+    def class_differences(
+        self, reference: Evidence, other: Evidence, classes: int
+    ) -> Sequence[PairedDifference | None]:
+        """See `Task` and `optimize.average_precision.precision_difference`."""
+        (first, truth), (second, _), groups = _both(reference), _both(other), groups_of(reference)
+        found: list[PairedDifference | None] = []
+        for place, own in enumerate(truth.T):
+            of_class = (each[:, place : place + 1] for each in (first, second, truth))
+            found.append(precision_difference(*of_class, groups).among(own, groups) if own.any() else None)
+        return found
 
     def difference(self, reference: Evidence, other: Evidence) -> JackknifeDifference:
         """See `Task` and `optimize.average_precision.precision_difference`."""

@@ -12,20 +12,38 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from optimize.jackknife import JackknifeDifference
-from optimize.mean_iou import class_ious, iou_difference, iou_interval, mean_iou
-from optimize.tasks.base import Evidence, Likeness, Metric, Task, groups_of, register
+from optimize.mean_iou import class_iou_differences, class_ious, iou_difference, iou_interval, mean_iou
+from optimize.small_pictures import coloured, photograph
+from optimize.tasks.base import (
+    ClassScores,
+    Evidence,
+    Example,
+    Likeness,
+    Metric,
+    Panel,
+    Task,
+    groups_of,
+    register,
+)
 from optimize.tasks.classification import misplaced
 from serve.runtime.errors import listed
+from serve.runtime.tasks.segmentation import palette
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from optimize.statistics import PairedDifference
     from serve.runtime.card.card import Probabilities
     from serve.runtime.outputs import Outputs
 
 #: The most classes whose maps are ``uint8``, because data use 255 for pixels that do not count.
 _NARROW = 255
+#: What a pixel's class in the second of two answers is to that in the first, the most important last.
+_CHANGES = ("as before", "wrong in another way", "right now", "right before")
+#: Their colours. Each can be told from the others with any colour vision, and from a light and a dark page.
+_SHADES = (0, 0, 0, 128, 134, 142, 46, 134, 222, 224, 96, 16)
+_UNCOUNTED = "does not count"
 #: About so many pixels show whether the order of the classes is right.
 _SAMPLED = 100_000
 
@@ -41,6 +59,12 @@ class Segmentation(Task):
     metrics: ClassVar[tuple[Metric, ...]] = (Metric("miou", "mIoU"), Metric("pixel_accuracy", "pixel accuracy"))
     agreement: ClassVar[Metric] = Metric("pixel_agreement", "same class")
     counted: ClassVar[str] = "pixels"
+    of_class: ClassVar[str] = "IoU"
+    answered: ClassVar[str] = "pixels"
+    drawn: ClassVar[str] = (
+        "The last panel shows the pixels that count and have another class than before: orange if it was right before, "
+        "blue if it is right now, grey if neither is. All others are empty."
+    )
     whole: ClassVar[bool] = True
     # Whole pictures are large and few: few of them fit into memory, and few of them make few steps.
     training: ClassVar[Mapping[str, Any]] = {
@@ -149,9 +173,43 @@ class Segmentation(Task):
         """Return the mIoU; see `optimize.mean_iou.mean_iou`."""
         return mean_iou(evidence["confusion"].numpy(), weights)
 
-    def by_class(self, evidence: Evidence) -> NDArray[np.float64]:
-        """Return the intersection over union of each class. It is NaN for a class that has no pixels."""
-        return class_ious(evidence["confusion"].numpy())
+    def by_class(self, evidence: Evidence, classes: int) -> ClassScores:
+        """Return the intersection over union of each class."""
+        confusion = evidence["confusion"].numpy()
+        own = confusion.sum(2, dtype=np.int64)
+        return ClassScores(class_ious(confusion), own.sum(0), (own > 0).sum(0))
+
+    def class_differences(
+        self, reference: Evidence, other: Evidence, classes: int
+    ) -> Sequence[PairedDifference | None]:
+        """See `Task` and `optimize.mean_iou.class_iou_differences`."""
+        confusions = reference["confusion"].numpy(), other["confusion"].numpy()
+        return class_iou_differences(*confusions, groups_of(reference))
+
+    def example(
+        self,
+        image: NDArray[np.uint8],
+        target: NDArray[np.integer],
+        answers: Mapping[str, Evidence],
+        classes: Sequence[str],
+    ) -> Example:
+        """Draw the image, its target, both class maps, and their difference."""
+        maps = {"target": target} | {name: each["predicted"][0].numpy() for name, each in answers.items()}
+        colours = palette()
+        panels = [Panel("image", photograph(image), "the image as the network gets it")]
+        legend: dict[str, tuple[str, int]] = {}
+        for name, each in maps.items():
+            shades = _shades(each, len(classes))
+            panels.append(Panel(name, coloured(shades, colours), _shares(each, [*classes, _UNCOUNTED])))
+            for place, pixels in zip(*np.unique(each, return_counts=True), strict=True):
+                label = classes[place] if 0 <= place < len(classes) else _UNCOUNTED
+                shade = int(_shades(place, len(classes)))
+                _, known = legend.get(label, ("", 0))
+                legend[label] = "#{:02x}{:02x}{:02x}".format(*colours[3 * shade :][:3]), known + int(pixels)
+        before, now = (maps[name] for name in answers)
+        changes = _changes(target, before, now, len(classes))
+        panels.append(Panel("difference", coloured(changes, _SHADES, above=0), _shares(changes, _CHANGES)))
+        return Example(tuple(panels), legend)
 
     def difference(self, reference: Evidence, other: Evidence) -> JackknifeDifference:
         """See `Task` and `optimize.mean_iou.iou_difference`."""
@@ -215,6 +273,28 @@ register(SEGMENTATION)
 def _counts(targets: torch.Tensor, classes: int) -> torch.Tensor:
     """Return which pixels count, ``bool`` of the targets' shape."""
     return (targets >= 0) & (targets < classes)
+
+
+def _shades(places: NDArray[np.integer], classes: int) -> NDArray[np.uint8]:
+    """Return the number in the palette of each pixel. More than 255 classes share colours."""
+    counts = (places >= 0) & (places < classes)
+    return np.where(counts, places % 255, 255).astype(np.uint8)
+
+
+def _changes(
+    target: NDArray[np.integer], before: NDArray[np.integer], now: NDArray[np.integer], classes: int
+) -> NDArray[np.uint8]:
+    """Return the place of each pixel in `_CHANGES`. Pixels that do not count have not changed."""
+    counts = (target >= 0) & (target < classes)
+    found = np.where(before == target, 3, np.where(now == target, 2, 1))
+    return np.where(counts & (before != now), found, 0).astype(np.uint8)
+
+
+def _shares(values: NDArray[np.integer], labels: Sequence[str]) -> str:
+    """Return the shares of the most frequent values, which are places in ``labels``. Others count as its last."""
+    counts = np.bincount(np.clip(values, 0, len(labels) - 1).ravel(), minlength=len(labels))
+    order = [place for place in np.argsort(-counts, kind="stable")[:4].tolist() if counts[place]]
+    return ", ".join(f"{labels[place]} {counts[place] / values.size:.1%}" for place in order)
 
 
 def _misplaced(pixels: NDArray[np.int64], classes: Sequence[str]) -> str | None:

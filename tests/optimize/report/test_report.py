@@ -20,6 +20,7 @@ from rich.console import Console
 from optimize.measure.figures import Difference
 from optimize.measure.latency import Speed, level
 from optimize.measure.rows import Reference, Report, Results, Row
+from optimize.measure.stored_examples import Examples, write_examples
 from optimize.report.columns import Cell, Column, columns_of
 from optimize.report.number_format import times
 from optimize.report.page import fragment, plot, write_html
@@ -213,6 +214,83 @@ def test_the_page_refers_to_nothing_outside_itself_and_runs_no_script(tmp_path: 
         assert not name.startswith("on"), (tag, name)
         if name in ("href", "src", "xlink:href"):
             assert value.startswith("#")
+
+
+def with_classes(count: int, losing: int) -> Report:
+    """A report of so many classes, of which one loses beyond chance and the last has no images."""
+    classes = [
+        {
+            "name": f"class {place}",
+            "count": 100 + place,
+            "images": 100 + place,
+            "scores": {"baseline@torchscript": 0.9, "ptq@torchscript": 0.5 if place == losing else 0.9},
+            "differences": {
+                "ptq@torchscript": {"delta": -0.4, "low": -0.5, "high": -0.3, "worse": True}
+                if place == losing
+                else {"delta": place / 1e4, "low": -0.01, "high": 0.03, "worse": False}
+            },
+        }
+        for place in range(count - 1)
+    ]
+    none = {"name": "absent", "count": 0, "images": 0, "scores": {}, "differences": {}}
+    return synthetic(classes=[*classes, none])
+
+
+@pytest.mark.parametrize("count", [3, 11, 150])
+def test_the_page_lists_classes_with_the_largest_losses_first(count: int, tmp_path: Path) -> None:
+    report = with_classes(count, losing=1)
+    page = page_of(report, tmp_path)
+    start = next(place for place, row in enumerate(page.rows) if row[0].strip() == "class")
+    heads = [" ".join(head.split()) for head in page.rows[start]]
+    first, second = ([" ".join(cell.split()) for cell in page.rows[start + 1 + place]] for place in range(2))
+    assert heads == [
+        *("class", "Δ points ptq@torchscript", "95 %", "accuracy % baseline@torchscript"),
+        *("accuracy % ptq@torchscript", "images"),
+    ]
+    assert first == ["class 1 loses", "−40.00", "−50.00 to −30.00", "90.00", "50.00", "101"]
+    assert second[:2] == ["class 0", "0.00"]
+    listed = [
+        row[0].split()[1] for row in page.rows if row and row[0].startswith("class ") and row[0].strip() != "class"
+    ]
+    assert sorted(listed, key=int) == [str(place) for place in range(count - 1)]
+    assert page.row("absent")[1][1:5] == ["–"] * 4
+    assert (f"{count - 20} more classes" in page.text) == (count > 20)
+    said = (
+        f"ptq@torchscript against baseline@torchscript: accuracy is lower in 1 of {count - 1} classes, beyond chance: "
+        "class 1 −40.00."
+    )
+    assert said in page.text
+    assert said in rendered(report, 400)
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_pictures_of_answers_are_in_the_page_with_words_for_each(tmp_path: Path) -> None:
+    hostile = "cat</li><script>"
+    panel = {"title": "target", "said": "cat 50.0%", "source": "data:image/png;base64,iVBORw0KGgo="}
+    examples = Examples.from_json(
+        {
+            "about": "What the last panel shows.",
+            "groups": [
+                {
+                    "title": "From hard to easy",
+                    "rule": "The middle of each part.",
+                    "examples": [{"caption": f"Image 3 ({hostile})", "panels": [panel, panel]}],
+                }
+            ],
+            "legend": [[hostile, "#800000"], ["dog", "#008000"]],
+        }
+    )
+    store = Store(tmp_path / "store")
+    store.obtain("e" * 64, lambda folder: write_examples(examples, folder))
+    page = page_of(synthetic(examples="e" * 64), tmp_path)
+    pictures = [value for tag, name, value in page.attributes if (tag, name) == ("img", "src")]
+    assert pictures == [panel["source"]] * 2
+    assert [value for tag, name, value in page.attributes if (tag, name) == ("img", "alt")] == ["target: cat 50.0%"] * 2
+    assert "script" not in page.tags
+    assert page.text.count(hostile) == 2
+    assert "The middle of each part." in page.text
+    assert ("i", "style", "background:#800000") in page.attributes
+    assert "img" not in page_of(synthetic(examples="f" * 64), tmp_path).tags  # the store has lost them
 
 
 def test_each_chart_is_described_in_words_and_ids_are_unique(tmp_path: Path) -> None:

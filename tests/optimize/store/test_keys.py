@@ -149,6 +149,16 @@ INPUTS: dict[type[Key], dict[str, tuple[Any, Any]]] = {
         "libraries": ({"matplotlib": "3.9"}, {"matplotlib": "3.10"}),
         "code": ("f" * 64, "0" * 64),
     },
+    keys.ExamplesKey: {
+        "answers": (("a" * 64, "b" * 64), ("a" * 64, "c" * 64)),
+        "names": (("baseline@eager", "onnx-int8@openvino"), ("baseline@eager", "ptq@torchscript")),
+        "captions": (("Image 1",), ("Image 2",)),
+        "images": ("d" * 64, "e" * 64),
+        "classes": (("road", "sky"), ("sky", "road")),
+        "preprocessing": (PLAIN, dataclasses.replace(PLAIN, resize=20)),
+        "libraries": ({"pillow": "12"}, {"pillow": "13"}),
+        "code": ("f" * 64, "0" * 64),
+    },
 }
 
 

@@ -74,7 +74,15 @@ def test_scores_are_those_of_scikit_learn() -> None:
         "f1": pytest.approx(f1_score(truth, logits.sigmoid().numpy() >= 0.5, average="micro")),
     }
     assert list(MULTILABEL.scores(found)) == [metric.key for metric in MULTILABEL.metrics]
-    assert MULTILABEL.score(found) == pytest.approx(np.nanmean(MULTILABEL.by_class(found)))
+    of_class = MULTILABEL.by_class(found, 4)
+    assert MULTILABEL.score(found) == pytest.approx(np.nanmean(of_class.scores))
+    assert of_class.counts.tolist() == of_class.images.tolist() == targets.sum(0).tolist()
+    other = MULTILABEL.evidence((made(seed=1)[0],), targets, 4)
+    for place, difference in enumerate(MULTILABEL.class_differences(found, other, 4)):
+        assert difference is not None
+        precisions = (average_precision_score(truth[:, place], each["logits"][:, place]) for each in (found, other))
+        assert of_class.scores[place] + difference.delta == pytest.approx(list(precisions)[1])
+        assert difference.low < difference.delta < difference.high
     assert len(MULTILABEL.ease(found)) == 40
     weights = np.random.default_rng(0).integers(0, 4, 40)
     repeated = MULTILABEL.score(rows_of(found, np.repeat(np.arange(40), weights)))

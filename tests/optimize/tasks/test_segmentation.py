@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional
 
 from optimize.data.random_draws import Draws
@@ -109,8 +111,96 @@ def test_evidence_counts_each_pixel_that_counts_and_keeps_classes_and_not_logits
     right = expected.sum(0).trace() / expected.sum()
     assert SEGMENTATION.scores(found)["pixel_accuracy"] == pytest.approx(right)
     assert list(SEGMENTATION.scores(found)) == [metric.key for metric in SEGMENTATION.metrics]
-    assert SEGMENTATION.score(found) == pytest.approx(np.nanmean(SEGMENTATION.by_class(found)))
+    assert SEGMENTATION.score(found) == pytest.approx(np.nanmean(SEGMENTATION.by_class(found, CLASSES).scores))
     assert np.allclose(SEGMENTATION.ease(found), [each.trace() / each.sum() for each in expected])
+
+
+def answered(seed: int, classes: int = CLASSES) -> dict[str, torch.Tensor]:
+    """Evidence of 20 images of which about two pixels in three are right. None has class ``classes``."""
+    _, targets = made(20, seed=7)
+    logits, _ = made(20, seed=seed)
+    right = torch.rand(targets.shape, generator=torch.Generator().manual_seed(seed)) < 0.6
+    best = torch.where(right & (targets < CLASSES), targets, logits.argmax(1).to(torch.uint8))
+    targets[3:, 5:][targets[3:, 5:] == 2] = 255  # class 2 is in few images
+    return SEGMENTATION.evidence((best,), targets, classes)
+
+
+def test_each_class_has_the_score_of_its_own_pixels_and_its_difference_an_interval() -> None:
+    before, now = answered(1, 4), answered(2, 4)
+    found = SEGMENTATION.by_class(before, 4)
+    pixels = before["confusion"].numpy().astype(np.int64)
+    differences = SEGMENTATION.class_differences(before, now, 4)
+    assert (differences[3], found.counts[3], found.images[3]) == (None, 0, 0)
+    assert np.isnan(found.scores[3])
+    for place in range(3):
+        own, given = pixels[:, place].sum(1), pixels[:, :, place].sum(1)
+        assert found.counts[place] == own.sum()
+        assert found.images[place] == (own > 0).sum()
+        expected = pixels[:, place, place].sum() / (own.sum() + given.sum() - pixels[:, place, place].sum())
+        assert found.scores[place] == pytest.approx(expected)
+        # By leaving out each image in turn.
+        less = [iou_of(now, place, image) - iou_of(before, place, image) for image in range(20)]
+        error = math.sqrt(19 / 20 * np.sum((np.array(less) - np.mean(less)) ** 2))
+        difference = differences[place]
+        assert difference is not None
+        assert difference.delta == pytest.approx(iou_of(now, place) - iou_of(before, place))
+        assert difference.low < difference.delta - 1.9 * error
+        assert difference.high > difference.delta + 1.9 * error
+    grouped = [each | {GROUPS: torch.arange(20) // 5} for each in (before, now)]
+    wide = SEGMENTATION.class_differences(grouped[0], grouped[1], 4)[0]
+    assert wide is not None
+    assert differences[0] is not None
+    assert wide.high - wide.low > differences[0].high - differences[0].low
+
+
+def iou_of(evidence: dict[str, torch.Tensor], place: int, left_out: int = -1) -> float:
+    rows = [row for row in range(20) if row != left_out]
+    return float(SEGMENTATION.by_class(rows_of(evidence, np.array(rows)), 4).scores[place])
+
+
+def test_a_class_that_few_images_show_has_the_interval_of_few_images() -> None:
+    """Both networks answer alike: what so many images cannot exclude is all that the interval has."""
+    targets = torch.zeros(100, 4, 4, dtype=torch.uint8)
+    targets[:2, 0] = 1
+    found = SEGMENTATION.evidence((targets,), targets, 2)
+    many, few = SEGMENTATION.class_differences(found, found, 2)
+    assert many is not None
+    assert few is not None
+    z = 1.959964
+    assert many.high == pytest.approx(z**2 / (100 + z**2))
+    assert few.high == pytest.approx(z**2 / (2 + z**2))
+
+
+def test_an_example_shows_image_target_maps_and_where_they_differ() -> None:
+    target = np.array([[0, 0, 1, 1], [0, 1, 255, 255]], np.uint8)
+    before = np.array([[0, 1, 1, 0], [0, 1, 1, 0]], np.uint8)
+    now = np.array([[0, 0, 0, 2], [0, 1, 0, 0]], np.uint8)
+    maps = {"float": torch.from_numpy(before)[None], "int8": torch.from_numpy(now)[None]}
+    answers = {name: {"predicted": each} for name, each in maps.items()}
+    found = SEGMENTATION.example(np.full((3, 2, 4), 90, np.uint8), target, answers, ["ground", "cat", "dog"])
+    assert [panel.title for panel in found.panels] == ["image", "target", "float", "int8", "difference"]
+    image, *drawn = (Image.open(io.BytesIO(panel.image)) for panel in found.panels)
+    assert (image.size, image.getpixel((0, 0))) == ((4, 2), (90, 90, 90))
+    for panel, each in zip(drawn, (target, before, now), strict=False):
+        assert np.array_equal(np.asarray(panel), each)
+    # (0, 1) is right now, (0, 2) was right, (0, 3) is wrong in another way, and (1, 2) does not count.
+    colours = np.asarray(drawn[3].convert("RGBA"))
+    assert (colours[..., 3] > 0).tolist() == [[False, True, True, True], [False] * 4]
+    red, blue = colours[0, 2, 0] > colours[0, 2, 2], colours[0, 1, 2] > colours[0, 1, 0]
+    assert (red, blue, colours[0, 3, :3].std() < 8) == (True, True, True)
+    assert found.panels[2].said == "ground 50.0%, cat 50.0%"
+    assert found.panels[4].said == "as before 62.5%, wrong in another way 12.5%, right now 12.5%, right before 12.5%"
+    sizes = {label: size for label, (_, size) in found.legend.items()}
+    assert sizes == {"ground": 3 + 4 + 6, "cat": 3 + 4 + 1, "dog": 1, "does not count": 2}
+    assert {label: colour for label, (colour, _) in found.legend.items()}["cat"] == "#800000"  # PASCAL VOC's
+
+
+def test_maps_of_more_classes_than_colours_are_drawn() -> None:
+    target = np.array([[0, 299], [32767, 254]], np.int16)
+    answers = {name: {"predicted": torch.from_numpy(target)[None]} for name in ("float", "int8")}
+    found = SEGMENTATION.example(np.zeros((1, 2, 2), np.uint8), target, answers, [f"c{place}" for place in range(300)])
+    assert set(found.legend) == {"c0", "c299", "c254", "does not count"}
+    assert found.panels[4].said == "as before 100.0%"
 
 
 def test_more_classes_than_a_byte_holds_keep_their_numbers() -> None:

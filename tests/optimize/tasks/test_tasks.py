@@ -36,6 +36,25 @@ def test_a_weight_counts_an_image_so_often() -> None:
     assert CLASSIFICATION.score(rows_of(found, rows)) == pytest.approx(repeated)
 
 
+def test_each_class_has_the_accuracy_of_its_own_images() -> None:
+    before, now = evidence(90, 0), evidence(90, 0) | {"first": evidence(90, 3)["first"]}
+    found = CLASSIFICATION.by_class(before, 9)
+    differences = CLASSIFICATION.class_differences(before, now, 9)
+    labels = before["target"].numpy()
+    assert found is not None
+    for place in range(9):
+        first, second = (each["first"].numpy()[labels == place].tolist() for each in (before, now))
+        assert found.counts[place] == found.images[place] == len(first)
+        difference = differences[place]
+        if not first:
+            assert (place > 6, np.isnan(found.scores[place]), difference) == (True, True, None)
+            continue
+        assert found.scores[place] == pytest.approx(sum(first) / len(first))
+        assert difference is not None
+        assert difference.delta == pytest.approx((sum(second) - sum(first)) / len(first))
+        assert difference.low < difference.delta < difference.high
+
+
 def test_frames_of_a_video_say_no_more_than_its_groups() -> None:
     """Each image five times: as single images they would have an interval of half the width."""
     found, other = (rows_of(evidence(60, seed), np.repeat(np.arange(60), 5)) for seed in (0, 2))
