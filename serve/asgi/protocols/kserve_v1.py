@@ -64,15 +64,18 @@ async def predict(call: Call) -> Response:
     served = call.take(name)
     body = await call.body()
 
+    task = served.predictor.task
+    parameters = task.from_headers(call.headers) | call.query
+
     def read_body() -> Request:
-        return read(body, call.query, served.predictor.task, served.serving)
+        return read(body, parameters, task, served.serving)
 
     try:
         request = await asyncio.to_thread(read_body) if len(body) > LONG_BODY else read_body()
     except RequestError as error:
         raise bad_request(error) from None
     answered = await call.ask(served, request)
-    return await written_answer(served.predictor.task, request, answered.outcomes)
+    return await written_answer(task, request, answered.outcomes)
 
 
 def split_verb(last: str) -> tuple[str, str]:
@@ -81,11 +84,17 @@ def split_verb(last: str) -> tuple[str, str]:
     return (name, verb) if name else (last, "")
 
 
-def read(body: bytes, query: Mapping[str, str], task: Task, serving: Serving) -> Request:
+def read(body: bytes, parameters: Mapping[str, str], task: Task, serving: Serving) -> Request:
     """Parse the body of ``POST /v1/models/NAME:predict``: ``{"instances": [{"b64": …}, …]}``.
+
+    Args:
+        body: the whole body.
+        parameters: those of headers and query. Names that are not the task's are ignored.
+        task: the model's task.
+        serving: its serving settings.
 
     Raises:
         RequestError: the body has another form, or a parameter is wrong.
     """
-    parameters = {"body": body, **{name: query[name] for name in task.parameters if name in query}}
-    return parse(parameters, task, serving, says_json=True, request_type="application/json")
+    own = {name: parameters[name] for name in task.parameters if name in parameters}
+    return parse({"body": body} | own, task, serving, says_json=True, request_type="application/json")

@@ -85,6 +85,18 @@ def test_several_pictures_are_answered_in_json_each_of_its_size(server: Running,
         np.testing.assert_array_equal(in_png(base64.b64decode(answer["mask"])), expected(artifact, picture))
 
 
+@pytest.mark.parametrize("path", ["/predictions/small", "/v1/models/small:predict"])
+def test_instances_are_answered_in_the_form_that_the_header_or_the_query_asks_for(server: Running, path: str) -> None:
+    sent = {"instances": [{"b64": base64.b64encode(PICTURE).decode()}]}
+    form = "application/json; rle=1"
+    for asked in ({"headers": {"accept": form}}, {"params": {"accept": form}}):
+        (answer,) = post(server, path, json=sent, **asked).json()["predictions"]
+        assert "mask" not in answer
+        assert all(entry["rle"]["size"] == [40, 48] for entry in answer["classes"])
+    refused = post(server, path, json=sent, headers={"accept": "application/json; rle=2"})
+    assert (refused.status_code, list(refused.json())) == (400, ["error"])
+
+
 def test_the_open_inference_protocol_has_one_tensor_of_a_request(server: Running, artifact: Path) -> None:
     wanted = np.stack([expected(artifact, PICTURE)] * 2)
     texts = [base64.b64encode(PICTURE).decode()] * 2
