@@ -8,6 +8,8 @@ The endpoint gets encoded images. So images are kept as pixels whose relation to
   preprocessing. It becomes the model's preprocessing, and floats are turned back into the pixels that they were made
   from.
 
+The target of an image is a class, or a class map for segmentation.
+
 Everything is read once, in the order of the data, when the data set is made; see `optimize.data.program_items`. This
 fixes the result of random transforms, which a note says. It is better to leave them out.
 """
@@ -16,8 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,7 +38,7 @@ from optimize.data.program_items import Data, Items, Pair, drawn_by, items_of, k
 from optimize.data.records import ImageData, Split
 from optimize.data.sources import Pixels, Records, Source, png, select, tiff
 from optimize.data.splits import split_off
-from optimize.data.targets import Labels
+from optimize.data.targets import MOST_CLASSES, ClassMaps, Labels, Targets
 from serve.common.progress import shown
 from serve.runtime.card.budget import Budget
 from serve.runtime.card.card import Preprocessing
@@ -43,6 +47,9 @@ from serve.runtime.images.headers import faults_named
 from serve.runtime.images.image_preprocessing import MODES, eight_bit, is_deep, upright
 
 _IN_MEMORY = 64 << 20  # more bytes than this are mapped from a file
+
+#: The value of pixels that do not count in class maps of up to 255 classes.
+_UNCOUNTED = 255
 
 # A float that was made from a pixel comes back within a hundredth of it. Bicubic scaling of floats overshoots more.
 _OVERSHOOT = 32.0
@@ -67,8 +74,12 @@ def image_data(
             ``uint8`` of shape ``(C, H, W)``, ``(H, W)`` or ``(H, W, C)``, with 1 to 4 channels (see `MODES`). If
             ``preprocessing`` is stated, floats of these shapes are allowed too. A label is an index, or one-hot.
             Batches and items may be pairs, or have names such as ``image`` and ``label``.
+
+            For segmentation the target of each image is a class map of its size: integers of shape ``(H, W)`` or
+            ``(1, H, W)``, or a PIL image of greys or palette indices. Pixels do not count if their value is negative,
+            or 255 if that is no class.
         val: as ``train``, to measure with. None splits a fifth of each class off ``train``.
-        classes: names of the classes. None takes the data's own ``classes``, or numbers.
+        classes: names of the classes. None takes the data's own ``classes``, or numbers up to the highest.
         preprocessing: the preprocessing that the images already had. None for unprocessed pixels.
         name: short name, for reports.
         augment: the random changes that keep an image's label true.
@@ -78,37 +89,38 @@ def image_data(
             bar.
 
     Raises:
-        UserError: an image or label is not of the kind above, floats do not match ``preprocessing``, or there are fewer
-            than two classes.
+        UserError: an image or target is not of the kind above, a mask does not have the size of its image, floats do
+            not match ``preprocessing``, or there are fewer than two classes.
     """
     given = {"train": train} if val is None else {"train": train, "val": val}
     notes: list[str] = []
-    read: list[Split] = []
+    read: list[_Read] = []
     with _telling(told) as tell, drawn_by(seed):
         parts = {title: items_of(data, title) for title, data in given.items()}
         counts = [part.count for part in parts.values() if part.count]
         whole = sum(counts) if len(counts) == len(parts) else None
         for title, part in parts.items():
-            before = sum(map(len, read))
+            before = sum(len(done.sources) for done in read)
 
             def far(row: int, before: int = before) -> None:
                 if whole is not None:
                     tell((before + row) / whole)
 
-            split, alike = _read(part, title, preprocessing, scratch, far)
-            read.append(split)
-            if not alike:
+            read.append(_read(part, title, preprocessing, scratch, far))
+            if not read[-1].alike:
                 notes.append(f"{title}: images differ when they are read again (random transforms); the first are kept")
-    fit, *others = read
+    if len({done.targets.maps for done in read}) > 1:
+        raise UserError("train and val must both have classes of images, or both class maps")
+    names = _class_names(classes, train, read)
+    fit, *others = (Split(done.sources, done.targets.of_classes(len(names))) for done in read)
     if others:
         judge = others[0]
     else:
         keys = [hashlib.sha256(f"{seed}/{row}".encode()).digest() for row in range(len(fit))]
         fit, judge = split_off(fit, keys)
-    names = _class_names(classes, train, (fit, judge))
     return ImageData(
         name,
-        "classification",
+        "segmentation" if read[0].targets.maps else "classification",
         names,
         fit,
         judge,
@@ -117,6 +129,59 @@ def image_data(
         preprocessing=preprocessing,
         notes=tuple(notes),
     )
+
+
+class _Targets:
+    """The targets of one split, added one by one. The first decides whether they are classes or class maps.
+
+    Attributes:
+        maps: whether they are class maps.
+        highest: the highest class, and the image that has it. In maps, 255 does not count here.
+    """
+
+    def __init__(self) -> None:
+        self.maps = False
+        self.highest = -1, ""
+        self._labels: list[int] = []
+        self._masks: list[bytes] = []
+
+    def add(self, target: Any, size: tuple[int, int], place: str) -> None:
+        """Add the target of the next image, which has this height and width."""
+        mask = _mask(target)
+        if not self._labels and not self._masks:
+            self.maps = mask is not None
+        if self.maps != (mask is not None):
+            before = "class maps" if self.maps else "classes"
+            raise UserError(f"{place}: its target is {kind(target)}, and those of the images before it are {before}")
+        if mask is None:
+            self._labels.append(_label(target, place))
+            highest = self._labels[-1]
+        else:
+            self._masks.append(_encoded_mask(mask, size, place))
+            found = mask[mask != _UNCOUNTED]
+            highest = int(found.max()) if found.size else -1
+        if highest > self.highest[0]:
+            self.highest = highest, place
+
+    def in_order(self, rows: npt.NDArray[np.int64]) -> None:
+        """Keep the targets at ``rows``, in that order."""
+        self._labels = [self._labels[row] for row in rows] if self._labels else []
+        self._masks = [self._masks[row] for row in rows] if self._masks else []
+
+    def of_classes(self, count: int) -> Targets:
+        """Return the targets of a split with so many classes."""
+        if self.maps:
+            return ClassMaps(Records.of(self._masks), count)
+        return Labels(torch.tensor(self._labels, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A split that was read: images, targets, and whether its first images are the same when they are read again."""
+
+    sources: Sequence[Source]
+    targets: _Targets
+    alike: bool
 
 
 @contextlib.contextmanager
@@ -135,23 +200,24 @@ def _read(
     preprocessing: Preprocessing | None,
     scratch: Path | None,
     told: Callable[[int], None],
-) -> tuple[Split, bool]:
-    """Read one split. Returns it, and whether its first images are the same when they are read again.
+) -> _Read:
+    """Read one split.
 
     ``told`` is called now and then with the number of images that are read.
     """
     folder = scratch or cache_folder("pixels")
     folder.mkdir(parents=True, exist_ok=True)
     ends: list[int] = []
-    labels: list[int] = []
+    targets = _Targets()
     with tempfile.TemporaryFile(dir=folder) as file:  # an unnamed file, which is gone with the last array that maps it
-        for row, (record, label) in enumerate(_records(items.pairs, title, preprocessing)):
+        for row, (record, target) in enumerate(_records(items.pairs, title, preprocessing)):
             file.write(record)
             ends.append((ends[-1] if ends else 0) + len(record))
-            labels.append(label)
+            size = _size(record) if preprocessing is None else preprocessing.crop
+            targets.add(target, size, f"{title}[{row}]")
             if row % 64 == 0:
                 told(row)
-        if not labels:
+        if not ends:
             raise UserError(f"{title}: has no images")
         file.flush()
         alike = _comes_again(items, title, preprocessing, file, ends)
@@ -160,24 +226,32 @@ def _read(
         else:
             file.seek(0)
             held = np.frombuffer(file.read(), np.uint8)
-    truth = torch.tensor(labels, dtype=torch.int64)
     sources: Sequence[Source] = (
         Records(held, np.asarray(ends, np.int64))
         if preprocessing is None
-        else Pixels(held.reshape(len(truth), *preprocessing.shape))
+        else Pixels(held.reshape(len(ends), *preprocessing.shape))
     )
     if items.rows is not None:  # in the order of the data set, with each of its rows once
         order = np.unique(np.asarray(items.rows), return_index=True)[1]
-        sources, truth = select(sources, order), truth[torch.from_numpy(order)]
-    return Split(sources, Labels(truth)), alike
+        sources = select(sources, order)
+        targets.in_order(order)
+    return _Read(sources, targets, alike)
 
 
-def _records(pairs: Iterator[Pair], title: str, preprocessing: Preprocessing | None) -> Iterator[tuple[bytes, int]]:
-    """Yield each image as it is kept, with the index of its class."""
-    for row, (image, label) in enumerate(pairs):
+def _records(pairs: Iterator[Pair], title: str, preprocessing: Preprocessing | None) -> Iterator[tuple[bytes, Any]]:
+    """Yield each image as it is kept, with its target as the data give it."""
+    for row, (image, target) in enumerate(pairs):
         place = f"{title}[{row}]"
-        record = _encoded(image, place) if preprocessing is None else _prepared(image, preprocessing, place).tobytes()
-        yield record, _label(label, place)
+        yield (
+            _encoded(image, place) if preprocessing is None else _prepared(image, preprocessing, place).tobytes(),
+            target,
+        )
+
+
+def _size(record: bytes) -> tuple[int, int]:
+    """Return height and width of an encoded image."""
+    with Image.open(io.BytesIO(record)) as image:
+        return image.height, image.width
 
 
 def _comes_again(
@@ -189,6 +263,33 @@ def _comes_again(
     file.seek(0)
     again = (record for record, _ in _records(items.again(), title, preprocessing))
     return all(file.read(len(record)) == record for record, _ in zip(again, ends, strict=False))
+
+
+def _mask(target: Any) -> npt.NDArray[Any] | None:
+    """Return the values of a class map, ``(H, W)``. None: the target is none."""
+    if isinstance(target, Image.Image):
+        return np.asarray(target)
+    values = _array(target)
+    if values is None or values.size < 2:
+        return None
+    values = values[0] if values.ndim == 3 and len(values) == 1 else values
+    return values if values.ndim > 1 else None
+
+
+def _encoded_mask(mask: npt.NDArray[Any], size: tuple[int, int], place: str) -> bytes:
+    """Encode a class map of an image of this size as PNG, with values that are never a class for negative ones."""
+    if mask.ndim != 2 or mask.dtype.kind not in "biu":
+        raise UserError(
+            f"{place}: its class map is {kind(mask)}; it must have the shape (H, W), with whole numbers as classes"
+        )
+    if mask.shape != size:
+        raise UserError(
+            f"{place}: its class map has {mask.shape[1]}x{mask.shape[0]} pixels, the image has {size[1]}x{size[0]}"
+        )
+    if mask.size and mask.max() >= MOST_CLASSES:
+        raise UserError(f"{place}: its class map has the value {mask.max()}; the highest class is {MOST_CLASSES - 1}")
+    wide = mask.size and (mask.max() > _UNCOUNTED or mask.min() < 0)
+    return png(np.where(mask < 0, MOST_CLASSES, mask).astype(np.uint16) if wide else mask.astype(np.uint8))
 
 
 def _label(label: Any, place: str) -> int:
@@ -289,17 +390,20 @@ def _array(image: Any) -> npt.NDArray[Any] | None:
     return image if isinstance(image, np.ndarray) else None
 
 
-def _class_names(given: Sequence[str] | None, train: Data, splits: tuple[Split, Split]) -> tuple[str, ...]:
-    count = max(int(split.labels.max()) for split in splits if len(split)) + 1
+def _class_names(given: Sequence[str] | None, train: Data, read: Sequence[_Read]) -> tuple[str, ...]:
+    highest, place = max(done.targets.highest for done in read)
     names: Any = given
     if given is None:
         names = getattr(train.dataset if isinstance(train, DataLoader) else train, "classes", None)
         usable = (
-            isinstance(names, list | tuple) and len(names) >= count and all(isinstance(name, str) for name in names)
+            isinstance(names, list | tuple) and len(names) > highest and all(isinstance(name, str) for name in names)
         )
-        names = names if usable else [str(number) for number in range(count)]
-    if isinstance(names, str) or len(names) < count:
-        raise UserError(f"classes: has {len(names)} names, and a label is {count - 1}; give a name for each class")
+        names = names if usable else [str(number) for number in range(highest + 1)]
+    if isinstance(names, str) or len(names) <= highest:
+        what = f"{place} has class {highest}" if read[0].targets.maps else f"a label is {highest}"
+        raise UserError(f"classes: has {len(names)} names, and {what}; give a name for each class")
     if len(names) < 2:
-        raise UserError(f"classes: there is only one class ({names[0]}); a classifier needs at least two")
+        raise UserError(
+            f"classes: there is only one class ({', '.join(names)}); a network needs at least two to choose from"
+        )
     return tuple(names)

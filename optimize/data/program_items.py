@@ -30,16 +30,28 @@ from torch.utils.data import (
 
 from serve.runtime.errors import UserError, one_line
 
-#: Pairs of an image and the index of its class: a ``Dataset``, a ``DataLoader``, any iterable of such pairs or of
-#: batches of them. Or a pair of arrays or tensors, ``(N, …)`` images and ``(N,)`` labels.
+#: Pairs of an image and its target, a class or a class map: a ``Dataset``, a ``DataLoader``, any iterable of such pairs
+#: or of batches of them. Or a pair of arrays or tensors, ``(N, …)`` images and ``(N,)`` labels or ``(N, H, W)`` maps.
 Data: TypeAlias = Dataset[Any] | Iterable[Any] | tuple[Any, Any]
 
 #: An image and its label, as the data gives them.
 Pair: TypeAlias = tuple[Any, Any]
 
-#: The names of an image and a label in a batch or an item that has names.
+#: The names of an image and a target in a batch or an item that has names.
 _IMAGE_NAMES = ("image", "images", "img", "imgs", "pixel_values", "pixels", "x", "input", "inputs", "data")
-_LABEL_NAMES = ("label", "labels", "target", "targets", "y", "class", "classes", "class_id", "class_idx")
+_LABEL_NAMES = (
+    "label",
+    "labels",
+    "target",
+    "targets",
+    "y",
+    "class",
+    "classes",
+    "class_id",
+    "class_idx",
+    "mask",
+    "masks",
+)
 
 #: A sampler that draws more batches than this for each row of its data set is taken to be endless.
 _DRAWS = 64
@@ -280,12 +292,17 @@ def _fields(value: Any, place: str) -> Pair:
 def _is_item(value: Any) -> bool:
     """Return whether a batch's element is an image with its label, rather than all images or all labels."""
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        return len(value) == 2 and _is_image(value[0]) and not _is_image(value[1])
+        return len(value) == 2 and _is_image(value[0]) and (not _is_image(value[1]) or _is_map_of(*value))
     return isinstance(value, Mapping) or dataclasses.is_dataclass(value) or hasattr(value, "_fields")
 
 
 def _is_image(value: Any) -> bool:
     return isinstance(value, Image.Image) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim >= 2)
+
+
+def _is_map_of(image: Any, target: Any) -> bool:
+    """Return whether this is an image with its class map, rather than two images or two maps."""
+    return getattr(image, "ndim", 0) == 3 and getattr(target, "ndim", 0) == 2
 
 
 def _is_single(image: Any, label: Any, place: str) -> bool:
