@@ -84,9 +84,12 @@ def class_iou_differences(
     found: list[JackknifeDifference | None] = []
     for place, own in enumerate(pixels[0][2].T > 0):
         rows = np.flatnonzero((pixels[0][1, :, place] > 0) | (pixels[1][1, :, place] > 0))
-        of_class = [counts[:, rows, place : place + 1] for counts in pixels]
         named = None if groups is None else groups[rows]
-        found.append(_difference(*of_class, named, 0.95).among(own[rows], named) if own.any() else None)
+        if own.any():
+            of_class = [counts[:, rows, place : place + 1] for counts in pixels]
+            found.append(_difference(of_class[0], of_class[1], named, 0.95).among(own[rows], named))
+        else:
+            found.append(None)
     return found
 
 

@@ -120,8 +120,12 @@ class MultiLabel(Task):
         (first, truth), (second, _), groups = _both(reference), _both(other), groups_of(reference)
         found: list[PairedDifference | None] = []
         for place, own in enumerate(truth.T):
-            of_class = (each[:, place : place + 1] for each in (first, second, truth))
-            found.append(precision_difference(*of_class, groups).among(own, groups) if own.any() else None)
+            if not own.any():
+                found.append(None)
+                continue
+            one = slice(place, place + 1)
+            difference = precision_difference(first[:, one], second[:, one], truth[:, one], groups)
+            found.append(difference.among(own, groups))
         return found
 
     def difference(self, reference: Evidence, other: Evidence) -> JackknifeDifference:
