@@ -82,8 +82,9 @@ def config(subject: Subject, graph: Path, serving: Serving) -> Mapping[str, Any]
             {
                 "name": output.name,
                 "data_type": Word(_ONNX_TYPES[output.type.tensor_type.elem_type]),
-                "dims": [side.dim_value or -1 for side in output.type.tensor_type.shape.dim[1:]],
-                **({} if number else {"label_filename": "labels.txt"}),
+                **_dims([side.dim_value or -1 for side in output.type.tensor_type.shape.dim[1:]]),
+                # Triton names the largest numbers of an output by it. Maps have no such numbers.
+                **({} if number or subject.card.ending else {"label_filename": "labels.txt"}),
             }
             for number, output in enumerate(model.output)
         ],
@@ -100,6 +101,11 @@ def config(subject: Subject, graph: Path, serving: Serving) -> Mapping[str, Any]
         "parameters": {"key": "intra_op_thread_count", "value": {"string_value": str(subject.settings.cpus)}},
         "version_policy": {"latest": {"num_versions": 1}},
     }
+
+
+def _dims(sides: Sequence[int]) -> dict[str, Any]:
+    """Return the shape of one image's output. Triton wants a dimension where there is only a number."""
+    return {"dims": list(sides)} if sides else {"dims": [1], "reshape": {"shape": []}}
 
 
 def readme(subject: Subject) -> str:

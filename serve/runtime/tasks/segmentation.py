@@ -71,6 +71,8 @@ class Segmentation(Task):
                 f"{card.name}: a segmentation needs 1 to {UNSEEN} classes, the card has {len(card.classes)}"
             )
         self.reading = "a logit for each class, in the order of `labels.txt`, and pixel of the input; the largest wins"
+        if card.ending:
+            self.reading += ". `classes` has the winner of each pixel, so ask for this output alone"
         self.tensors = {"mask": TensorType("UINT8", (-1, -1))}
 
     def described(self) -> dict[str, Any]:

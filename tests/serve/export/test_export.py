@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import kubernetes_validate
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -38,7 +39,7 @@ from serve.cli import app
 from serve.export.base import ExportSettings, Subject, dns_name, targets
 from serve.export.pbtxt import text
 from serve.export.triton import readme as triton_readme
-from serve.runtime.card.card import Preprocessing, load_card
+from serve.runtime.card.card import Preprocessing, load_card, read_card, sha256_file, write_card
 from serve.runtime.card.execution import Execution
 from serve.runtime.card.serving import Serving
 from serve.runtime.images.image_preprocessing import load
@@ -449,6 +450,30 @@ def test_tritons_configuration_is_what_its_proto_says(triton: Path) -> None:
     assert config.dynamic_batching.max_queue_delay_microseconds == 1000
     assert config.instance_group[0].kind == model_config_pb2.ModelInstanceGroup.KIND_CPU
     assert (triton / "small-onnx" / config.output[0].label_filename).read_text().split() == list(artifacts.CLASSES)
+
+
+def test_triton_gives_the_maps_that_end_a_graph_and_a_number_for_an_image_has_no_dimension(tmp_path: Path) -> None:
+    folder = artifacts.onnx(tmp_path / "store" / "small" / "artifacts" / "onnx")
+    model = onnx.load(folder / "model.onnx")
+    value = onnx.helper.make_tensor_value_info
+    cast = onnx.helper.make_node("Cast", ["logits"], ["classes"], to=onnx.TensorProto.UINT8)
+    axes = onnx.numpy_helper.from_array(np.array([1]), "axes")
+    total = onnx.helper.make_node("ReduceSum", ["logits", "axes"], ["total"], keepdims=0)
+    model.graph.node.extend([cast, total])
+    model.graph.initializer.append(axes)
+    model.graph.output.append(value("classes", onnx.TensorProto.UINT8, ["batch", 5]))
+    model.graph.output.append(value("total", onnx.TensorProto.FLOAT, ["batch"]))
+    onnx.save(model, folder / "model.onnx")
+    card = read_card(folder)
+    files = {"model.onnx": sha256_file(folder / "model.onnx")}
+    write_card(folder, dataclasses.replace(card, files=files, ending=("classes", "total"), task="segmentation"))
+    export(tmp_path / "store", tmp_path / "out", "--to", "triton")
+    written = tmp_path / "out" / "small-onnx" / "config.pbtxt"
+    logits, classes, sums = text_format.Parse(written.read_text(), model_config_pb2.ModelConfig()).output
+    assert (classes.name, classes.data_type, list(classes.dims)) == ("classes", model_config_pb2.TYPE_UINT8, [5])
+    assert (list(sums.dims), sums.HasField("reshape"), list(sums.reshape.shape)) == ([1], True, [])
+    assert not logits.label_filename
+    assert "ask for this output alone" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_triton_prefers_no_batch_above_its_largest(store: Path, tmp_path: Path) -> None:
