@@ -85,7 +85,7 @@ def run(
         int | None,
         typer.Option(
             min=1,
-            help="Limit of all request bodies together, in MiB.",
+            help="Limit of all request bodies and long answers together, in MiB.",
             show_default="512, or more if each process needs it for one largest body",
         ),
     ] = None,

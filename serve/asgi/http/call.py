@@ -43,7 +43,8 @@ class Limits:
 
     Attributes:
         body_bytes: largest body of a request. A larger one gets 413. TorchServe gets the same limit.
-        held_bytes: most bytes of all requests that are being received or answered. Beyond it requests get 503.
+        held_bytes: most bytes of all requests that are being received or answered, and of long answers that are being
+            written or that clients have not read. Beyond it requests get 503.
         body_s: seconds for a whole body to arrive. A slower one gets 408.
         head_s: seconds for the headers to arrive. Then the connection is closed.
         head_bytes: most bytes of request line and headers. Beyond it the connection is closed.
@@ -63,21 +64,42 @@ class Limits:
 
 
 class Held:
-    """Bytes of request bodies in memory, compared with `Limits.held_bytes`."""
+    """Bytes of requests and long answers in memory, compared with `Limits.held_bytes`.
+
+    Attributes:
+        limit: the most bytes.
+        bytes: bodies of requests, and long answers that are being written.
+        unread: written answers that clients have not read.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.bytes = 0
+        self.unread = 0
 
     def take(self, size: int) -> None:
-        """Count the bytes of a body. The caller subtracts them later, also when this raises.
+        """Count the bytes of a body or an answer. The caller subtracts them later, also when this raises.
 
         Raises:
             RefusedError: 503, the limit is exceeded.
         """
         self.bytes += size
-        if self.bytes > self.limit:
-            raise try_again("the server has reached its limit of memory for request bodies: try again later", "memory")
+        if self.bytes + self.unread > self.limit:
+            raise try_again("the server has reached its limit of memory for requests: try again later", "memory")
+
+    def check_answer(self, size: int) -> None:
+        """Check that a long answer of this many bytes fits into the limit at all.
+
+        Raises:
+            RefusedError: 413, it does not.
+        """
+        if size > self.limit:
+            raise RefusedError(
+                413,
+                f"writing the answer needs {size} bytes, and the server has {self.limit} for all requests: send fewer "
+                "or smaller images, or ask for PNG at /predictions",
+                "too-large",
+            )
 
 
 class Call:
@@ -194,6 +216,15 @@ class Call:
         except TimeoutError:
             raise slow_body(self._limits.body_s) from None
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def keep_answer(self, size: int) -> None:
+        """Count the bytes of a long answer that is going to be written.
+
+        Raises:
+            RefusedError: 413 (it never fits into the limit) or 503 (it does not now).
+        """
+        self._held.check_answer(size)
+        self._keep(size)
 
     async def ask(self, served: Served, request: Request) -> Answered:
         """Have a request answered, unless its deadline passes or its client disconnects. Read the body first.

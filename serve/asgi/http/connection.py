@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from serve.asgi.http.call import Limits
+from serve.asgi.http.call import Held, Limits
 from serve.asgi.http.limited_connection import LimitedConnection
 from serve.asgi.http.messages import CONNECTION, FAULT, GONE, WHOLE, Headers, RefusedError, Response, no_memory
 
@@ -31,13 +31,14 @@ class GuardedConnection(LimitedConnection):
 
     Args:
         limits: what a client may cost.
+        held: see `LimitedConnection`.
         early_refusal: called for each request that has no other before it on the connection, and for data that is not a
             request.
         settings: uvicorn's own settings.
     """
 
-    def __init__(self, limits: Limits, early_refusal: EarlyRefusal, **settings: Any) -> None:
-        super().__init__(limits, **settings)
+    def __init__(self, limits: Limits, held: Held, early_refusal: EarlyRefusal, **settings: Any) -> None:
+        super().__init__(limits, held, **settings)
         self._early_refusal = early_refusal
         self._refused_early = False  # the request was refused by its head and has no cycle
         self._to_drop = 0  # bytes of the refused request's body that are still to be skipped

@@ -48,7 +48,9 @@ def uvicorn_config(application: Application, settings: Settings) -> uvicorn.Conf
     tls = settings.listening.tls
     config = uvicorn.Config(
         application,
-        http=functools.partial(GuardedConnection, settings.limits, EarlyRefusal(application)),  # type: ignore[arg-type]
+        http=functools.partial(  # type: ignore[arg-type]
+            GuardedConnection, settings.limits, application.held, EarlyRefusal(application)
+        ),
         ws="none",
         lifespan="off",
         interface="asgi3",

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from serve.asgi.http.call import Limits
+from serve.asgi.http.call import Held, Limits
 from serve.asgi.http.messages import RefusedError, no_memory, try_again
 
 # Requests of a connection that wait for the one before them. Each is an object of 2.6 kB. One read is a quarter of a
@@ -60,12 +60,15 @@ class LimitedConnection(HttpToolsProtocol):
 
     Args:
         limits: what a client may cost.
+        held: counts the bytes that the client has not read.
         settings: uvicorn's own settings.
     """
 
-    def __init__(self, limits: Limits, **settings: Any) -> None:
+    def __init__(self, limits: Limits, held: Held, **settings: Any) -> None:
         super().__init__(**settings)
         self._limits = limits
+        self._held = held
+        self._counted = 0  # bytes of responses that count as unread
         self._head_timer, self._linger_timer, self._reader_timer = (_Timer(self.loop) for _ in range(3))
         self._head_bytes = 0
         self._repeats_head = False  # the parser reads the same head for the second time
@@ -86,6 +89,7 @@ class LimitedConnection(HttpToolsProtocol):
         """Cancel the timers of a closed connection."""
         for timer in (self._head_timer, self._linger_timer, self._reader_timer):
             timer.end()
+        self._count_unread(0)
         self._unset_keepalive_if_required()  # else uvicorn 0.54 keeps all this until the timeout if the client resets
         super().connection_lost(exc)
 
@@ -199,12 +203,18 @@ class LimitedConnection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Start the time limit for a client that does not read its response."""
         super().pause_writing()
+        self._count_unread(self.transport.get_write_buffer_size())
         self._start_reader_timer()
 
     def resume_writing(self) -> None:
         """Stop the time limit: the client reads its response."""
         self._reader_timer.end()
+        self._count_unread(0)
         super().resume_writing()
+
+    def _count_unread(self, size: int) -> None:
+        self._held.unread += size - self._counted
+        self._counted = size
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, or abort it if its last response is unread: a close would wait for the client."""

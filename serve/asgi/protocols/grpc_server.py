@@ -143,7 +143,7 @@ class GrpcServer:
                 response = await self._answer(method, messages, rpc)
             finally:
                 self.application.in_flight -= 1
-                self.application.held.bytes -= rpc.kept
+                self.application.held.bytes -= rpc.kept + rpc.answer
                 self.application.observe(rpc.observation, rpc.arrived)
             if isinstance(response, RefusedError):
                 code = grpc.StatusCode[oip_grpc.STATUSES.get(response.status, "UNKNOWN")]
@@ -153,9 +153,22 @@ class GrpcServer:
                 del response
                 await context.abort(code, text, trailers)
             context.set_trailing_metadata(rpc.trailers())
+            self._count_unread(rpc.answer, context)
             return response
 
         return answer
+
+    def _count_unread(self, size: int, context: Any) -> None:
+        """Count the bytes of a long answer until the client has it, or is gone."""
+        if not size:
+            return
+        held = self.application.held
+        held.unread += size
+
+        def done(_: Any) -> None:
+            held.unread -= size
+
+        context.add_done_callback(done)
 
     async def _answer(
         self, method: Callable[[Any, _GrpcRequest], Awaitable[Any]], messages: AsyncIterator[bytes], rpc: _GrpcRequest
@@ -247,6 +260,13 @@ class GrpcServer:
                 return oip_grpc.write(described, served.version, inference, outputs)
 
             try:
+                size = oip.answer_bytes(described, inference, answered.outcomes)
+            except RequestError as error:
+                raise bad_request(error) from None
+            self.application.held.check_answer(size)
+            rpc.answer = size
+            self.application.held.take(size)
+            try:
                 return await written(described.task, inference.request, write)
             except RequestError as error:
                 raise refusal(error) from None
@@ -279,6 +299,7 @@ class _GrpcRequest:
         self.arrived = time.monotonic()
         self.method = method
         self.kept = 0  # bytes of its message
+        self.answer = 0  # bytes of a long answer
         self.metadata = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
         self.observation = Observation(
             request_id(self.metadata.get("x-request-id", "")), f"grpc/{method}", probe=method in _PUBLIC

@@ -21,7 +21,7 @@ from PIL import Image
 from serve.runtime.card.fields import shown
 from serve.runtime.card.serving import Serving
 from serve.runtime.errors import Refusal, RequestError
-from serve.runtime.service.protocol import Request
+from serve.runtime.service.protocol import MOST_VALUES, Request
 from serve.runtime.tasks.base import Outcome, Task
 
 #: The one input of every model.
@@ -34,6 +34,7 @@ EXTENSIONS = ("binary_tensor_data",)
 RANK = 4
 
 _FRAMEWORKS = {"torchscript": "pytorch_torchscript", "exported_program": "pytorch_exported", "onnx": "onnx_onnxv1"}
+_COPIES = 2
 _LONGEST_SIDE = 65_535  # of an image in pixels
 
 
@@ -182,6 +183,26 @@ def read_inference(
         raise RequestError("an output is requested twice")
     request = Request(images, task.widened(options, [output.name for output in wanted]), listed=True)
     return Inference(request, options, tuple(wanted), request_id, _timeout(parameters))
+
+
+def answer_bytes(signature: Signature, inference: Inference, outcomes: Sequence[Outcome]) -> int:
+    """Return how many bytes writing the outputs takes: each tensor is made, and then copied into the answer.
+
+    Raises:
+        RequestError: a tensor has too many values for JSON and other forms of single values.
+    """
+    answers = [outcome for outcome in outcomes if not isinstance(outcome, Refusal)]
+    found = 0
+    for wanted in inference.wanted:
+        values = signature.task.tensor_size(wanted.name, answers)
+        if values > MOST_VALUES and not wanted.binary:
+            raise RequestError(
+                f"the output {wanted.name!r} has {values} values, more than the {MOST_VALUES} that may be sent one by "
+                "one: ask for binary data (raw in gRPC), or send smaller images",
+                413,
+            )
+        found += _COPIES * values
+    return found
 
 
 def write_outputs(signature: Signature, inference: Inference, outcomes: Sequence[Outcome]) -> tuple[Output, ...]:

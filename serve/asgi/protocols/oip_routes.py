@@ -100,6 +100,10 @@ async def infer(call: Call) -> Response:
         return oip_rest.write(model_signature, served.version, inference, outputs)
 
     try:
+        call.keep_answer(oip.answer_bytes(model_signature, inference, answered.outcomes))
+    except RequestError as error:
+        raise bad_request(error) from None
+    try:
         answer = await written(model_signature.task, inference.request, write)
     except RequestError as error:  # an image was refused, and its refusal is recorded already
         return refusal_response(refusal(error))

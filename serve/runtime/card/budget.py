@@ -113,7 +113,7 @@ class Account:
 
 
 class Backlog:
-    """Pixels that are admitted and not decoded yet, of requests that arrive one by one.
+    """Pixels that are admitted and not decoded yet, and bytes of kept answers, of requests that arrive one by one.
 
     Together they count as a batch. A request within its equal share is always admitted, so a large request takes
     nothing from a smaller one. Not thread-safe: share it under a lock.
@@ -127,11 +127,11 @@ class Backlog:
         self._requests = 0
         self._pixels = 0
 
-    def admit(self, pixels: Sequence[int]) -> Refusal | None:
-        """Admit a request by the pixels of each of its images, or return the refusal."""
+    def admit(self, pixels: Sequence[int], answers: int = 0) -> Refusal | None:
+        """Admit a request by the pixels of each of its images and its answers' bytes, or return the refusal."""
         if (refusal := _too_large(self._budget, pixels)) is not None:
             return refusal
-        pixel_count, limit = sum(pixels), self._budget.batch_pixels
+        pixel_count, limit = sum(pixels) + answers, self._budget.batch_pixels
         if limit is not None and self._pixels + pixel_count > limit and pixel_count > limit // (self._requests + 1):
             return _no_pixels_left(limit, pixel_count)
         self._requests += 1

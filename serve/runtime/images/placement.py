@@ -86,17 +86,26 @@ class Placement:
         scale, first = self._scale_and_first(points)
         return ((_pairs(points) + first) / scale).flatten(-2)
 
-    def map_to_picture(self, classes: torch.Tensor, unseen: int) -> torch.Tensor:
-        """Scale a class map ``(…, h, w)`` of the network's size to the picture's own size.
+    @property
+    def taken(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The network's row at the centre of each row of the picture, and the same of columns, ``int64``, ascending.
 
-        Pixels whose centre the crop cuts off get ``unseen``. Bars are dropped.
+        The crop cuts off what is below 0, or not below the network's size.
         """
-        _check_size(classes, self.network)
         rows, columns = (
             _nearest(0, own, scaled, own) - first
             for own, scaled, first in zip(self.picture, self.scaled, self.first, strict=True)
         )
-        return _picked(classes, rows, columns, unseen)
+        return rows, columns
+
+    def map_to_picture(self, classes: torch.Tensor, unseen: int, rows: slice = slice(None)) -> torch.Tensor:
+        """Scale a class map ``(…, h, w)`` of the network's size to the picture's own size, or to some rows of it.
+
+        Pixels whose centre the crop cuts off get ``unseen``. Bars are dropped.
+        """
+        _check_size(classes, self.network)
+        taken, columns = self.taken
+        return _picked(classes, taken[rows], columns, unseen)
 
     def mask_to_network(self, mask: torch.Tensor, ignore: int) -> torch.Tensor:
         """Place a mask ``(…, H, W)`` of the picture's size on the network's input. Bars get ``ignore``."""

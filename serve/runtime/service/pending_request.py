@@ -46,7 +46,7 @@ class PendingRequest:
         headers: headers of the images that are not decoded yet, by index.
         todo: indices of images that no thread decodes yet. None: their headers are not read.
         undecoded: number of admitted images that are not decoded.
-        pixels: pixels of the admitted images.
+        pixels: pixels of the admitted images in the backlog, and their answers' bytes.
         batch_size: see `Answered`.
     """
 

@@ -32,6 +32,7 @@ class Queues:
         together: most images in a decoder's batch.
         decode_threads: number of decode threads.
         hands_over: whether the engine's thread decodes nothing, not even a lone request.
+        answer_bytes: see `tasks.base.Task`. If there are some, a request counts until it is answered.
 
     Attributes:
         lock: guards everything here and the service's own state. A caller that holds it must not call a method that
@@ -39,11 +40,13 @@ class Queues:
         works: requests with images that no thread decodes yet.
         ready: decoded images.
         decoding: number of threads that decode.
-        backlog: pixels that are admitted and not decoded.
+        backlog: pixels that are admitted and not decoded, and answers that are kept.
         closed: whether nothing more is accepted.
     """
 
-    def __init__(self, budget: Budget, *, most: int, together: int, decode_threads: int, hands_over: bool) -> None:
+    def __init__(
+        self, budget: Budget, *, most: int, together: int, decode_threads: int, hands_over: bool, answer_bytes: int = 0
+    ) -> None:
         self.lock = threading.Lock()
         self.works: deque[PendingRequest] = deque()
         self.ready: deque[ReadyImage] = deque()
@@ -56,6 +59,7 @@ class Queues:
         # Most images that are decoded ahead of the engine.
         self._ready_limit = max(2 * most, most + decode_threads * together)
         self._engine_decodes_nothing = hands_over
+        self._answer_bytes = answer_bytes
         self._lone: PendingRequest | None = None  # the request that the engine's thread must decode
         self._idle = False  # whether that thread waits
         self._here = False  # whether another thread decodes and infers in its place
@@ -102,6 +106,10 @@ class Queues:
             self.works.remove(other)
             self._leave_backlog(other)
 
+    def answered(self, work: PendingRequest) -> None:
+        """Remove an answered request from the backlog if its answers counted there. The caller holds the lock."""
+        self._leave_backlog(work)
+
     def end(self) -> None:
         """Wake all waiting threads to end, and accept nothing more. The caller holds the lock."""
         self.closed = True
@@ -145,13 +153,15 @@ class Queues:
             The refusals by index, if they are not admitted.
         """
         pixels = [header.pixels for header in headers.values()]
+        answers = self._answer_bytes * len(pixels)
         refused: dict[int, Refusal] = {}
         with self.lock:
             work.decode += seconds
-            if headers and (refusal := self.backlog.admit(pixels)) is not None:
+            if headers and (refusal := self.backlog.admit(pixels, answers)) is not None:
                 refused = dict.fromkeys(headers, refusal)
             work.headers = {} if refused else headers
-            work.todo, work.undecoded, work.pixels = deque(work.headers), len(work.headers), sum(pixels)
+            work.todo, work.undecoded = deque(work.headers), len(work.headers)
+            work.pixels = 0 if refused else sum(pixels) + answers
         return refused
 
     def leave(self, works: Sequence[PendingRequest]) -> None:
@@ -261,13 +271,16 @@ class Queues:
         )
 
     def _leave_backlog(self, work: PendingRequest) -> None:
-        """Remove a request from the backlog if none of its images remains to be decoded. The caller holds the lock."""
+        """Remove a request from the backlog if nothing of it counts any more. The caller holds the lock."""
         if work.todo and work.future.cancelled():
             work.undecoded -= len(work.todo)
             work.todo.clear()
-        if work.headers and work.undecoded == 0:
+        if work.undecoded == 0:
             work.headers.clear()
+        kept = self._answer_bytes and not work.future.done()
+        if work.pixels and not work.headers and not kept:
             self.backlog.leave(work.pixels)
+            work.pixels = 0
 
 
 def _has_large(jobs: Sequence[tuple[PendingRequest, int]]) -> bool:

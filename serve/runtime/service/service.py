@@ -85,6 +85,7 @@ class Service:
             together=predictor.decoder.batch if predictor.decoder is not None else 1,
             decode_threads=self.decode_threads,
             hands_over=predictor.decoder is not None,
+            answer_bytes=predictor.task.answer_bytes,
         )
         self._lock = self._queues.lock
         self._all_answered = threading.Condition(self._lock)
@@ -409,7 +410,7 @@ class Service:
 
     def _answered(self, future: Future[Answered]) -> None:
         with self._lock:
-            del self._accepted[id(future)]
+            self._queues.answered(self._accepted.pop(id(future)))
             if future.cancelled():  # its images leave the backlog
                 self._queues.drop_cancelled()
             if not self._accepted:

@@ -56,6 +56,8 @@ class Task(ABC):
         card: the artifact's card.
         reading: for clients that get the network's outputs themselves: what these are, and how to read them.
         tensors: the outputs in the Open Inference Protocol, by name.
+        answer_bytes: bytes of an answer that waits for the others of its request. They count in the budget, like pixels
+            that are not decoded yet. 0: so few that they need not be counted.
 
     Args:
         card: the artifact's card.
@@ -74,6 +76,7 @@ class Task(ABC):
         self.card = card
         self.reading = f"the outputs {', '.join(card.outputs)}"
         self.tensors: Mapping[str, TensorType] = {}
+        self.answer_bytes = 0
 
     def described(self) -> dict[str, Any]:
         """Return facts for the ``describe`` endpoint, as JSON values."""
@@ -173,6 +176,10 @@ class Task(ABC):
         Raises:
             RequestError: one tensor cannot hold these answers.
         """
+
+    def tensor_size(self, name: str, answers: Sequence[Any]) -> int:
+        """Return about how many values a `tensor` of these answers has. 0: so few that they need not be counted."""
+        return 0
 
     # Known answers. Answers are compared in their JSON form, as a client sees them.
 

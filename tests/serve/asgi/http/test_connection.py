@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -590,6 +590,46 @@ def test_who_does_not_read_its_answer_keeps_no_body_in_memory_and_is_cut_off() -
                     await asyncio.sleep(0.01)
 
     asyncio.run(run())
+
+
+def test_an_unread_answer_counts_as_memory_until_it_is_read_or_the_client_is_cut_off() -> None:
+    """Another client is refused meanwhile, if the limit is reached."""
+    much = 30_000_000
+
+    async def until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    async def run() -> tuple[bytes, bytes]:
+        async def answer(_: Call) -> Response:
+            return Response(200, bytes(much))
+
+        async with listening(settings(body_s=1, body_bytes=1000, held_bytes=much)) as (connect, application):
+            add_echo(application)
+            application.router.add("GET", "/all", answer)
+            post = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+            size = much // 2
+            async with connection(connect) as (reader, writer), asyncio.timeout(20):
+                writer.write(b"GET /all HTTP/1.1\r\nHost: x\r\n\r\n")
+                await until(lambda: application.held.unread >= size)
+                application.held.limit = size
+                async with connection(connect) as (other, sent):
+                    sent.write(post % 5 + b"hello")
+                    refused = await read(other)
+                await reader.readexactly(much)
+                await until(lambda: application.held.unread == 0)
+                async with connection(connect) as (other, sent):
+                    sent.write(post % 5 + b"hello")
+                    answered = await read(other)
+                writer.write(b"GET /all HTTP/1.1\r\nHost: x\r\n\r\n")  # and never reads it
+                await until(lambda: application.held.unread > 0)
+                await until(lambda: application.held.unread == 0)
+            return refused, answered
+
+    refused, answered = asyncio.run(run())
+    assert refused.startswith(b"HTTP/1.1 503 ")
+    assert b"limit of memory for requests" in refused
+    assert answered.startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_length_of_many_digits_is_read_as_the_number_that_it_is(caplog: pytest.LogCaptureFixture) -> None:

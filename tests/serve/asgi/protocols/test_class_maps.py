@@ -115,6 +115,53 @@ def test_the_open_inference_protocol_has_one_tensor_of_a_request(server: Running
     assert "the pictures have different sizes" in refused.json()["error"]
 
 
+LARGE = artifacts.jpeg(5, (1100, 1000))
+
+
+def infer(server: Running, picture: bytes, *, binary: bool) -> httpx.Response:
+    tensor = {"name": "image", "datatype": "BYTES", "shape": [1], "data": [base64.b64encode(picture).decode()]}
+    output = {"name": "mask", "parameters": {"binary_data": binary}}
+    return post(server, "/v2/models/small/infer", json={"inputs": [tensor], "outputs": [output]})
+
+
+def test_more_values_than_json_may_have_are_refused_and_answered_in_binary(server: Running, artifact: Path) -> None:
+    refused = infer(server, LARGE, binary=False)
+    assert refused.status_code == 413
+    assert refused.json()["error"].startswith(
+        "the output 'mask' has 1100000 values, more than the 1048576 that may be sent one by one: ask for binary data"
+    )
+    found = infer(server, LARGE, binary=True)
+    mask = np.frombuffer(found.content[-1_100_000:], np.uint8).reshape(1000, 1100)
+    np.testing.assert_array_equal(mask, expected(artifact, LARGE))
+
+
+def test_a_long_answer_counts_as_memory_while_it_is_written(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = server.application.held
+    client = triton.InferenceServerClient(server.grpc)
+    sent = triton.InferInput("image", [1], "BYTES")
+    sent.set_data_from_numpy(np.array([LARGE], dtype=object))
+
+    def statuses() -> tuple[int, str]:
+        try:
+            client.infer("small", [sent], headers=bearer())
+        except triton.InferenceServerException as error:
+            return infer(server, LARGE, binary=True).status_code, str(error.status())
+        return infer(server, LARGE, binary=True).status_code, ""
+
+    assert statuses() == (200, "")
+    monkeypatch.setattr(held, "limit", 2_100_000)  # the tensor and the answer have 1,100,000 bytes each
+    assert statuses() == (413, "StatusCode.INVALID_ARGUMENT")
+    monkeypatch.setattr(held, "limit", 2_300_000 + len(LARGE))
+    assert statuses()[0] == 200
+    held.unread += 1_000_000  # others do not read their answers
+    try:
+        assert statuses() == (503, "StatusCode.RESOURCE_EXHAUSTED")
+    finally:
+        held.unread -= 1_000_000
+    assert (held.bytes, held.unread) == (0, 0)
+    client.close()
+
+
 @pytest.mark.parametrize("accept", ["*/*", "application/json; rle=1", "image/png"])
 def test_both_servers_answer_with_the_same_bytes(server: Running, artifact: Path, tmp_path: Path, accept: str) -> None:
     context = context_of(artifact, tmp_path, None, batch_size=1)

@@ -22,6 +22,7 @@ from benchmarks.hostile.pictures import encoded
 from serve.common.options import ServingOptions
 from serve.runtime.card.budget import SERVING, Backlog, Budget
 from serve.runtime.card.card import load_card
+from serve.runtime.card.execution import Execution
 from serve.runtime.card.serving import Serving
 from serve.runtime.device.device_turns import turn_at
 from serve.runtime.engines.base import Engine, chain_for
@@ -683,3 +684,24 @@ def test_an_archive_opens_as_its_serving_json_says(artifact: Path, tmp_path: Pat
         assert service.predictor.max_batch == 3
         assert sorted(service.predictor.seconds) == [1, 2, 3]
         assert statuses(service.submit(many(jpeg(1), jpeg(2))).result(30).outcomes) == [200, 200]
+
+
+def test_kept_answers_count_in_the_budget_until_their_request_is_answered(tmp_path: Path) -> None:
+    """Eight images of 480 pixels, each with a map of 1,024 bytes: together 12,032."""
+    folder = artifacts.segmenter(tmp_path / "maps")
+    pictures = tuple(jpeg(number, (20, 24)) for number in range(8))
+    execution = Execution("torchscript")
+
+    def answered(pixels: int, requests: int) -> list[int]:
+        rules = Serving((execution,), budget=replace(SERVING, batch_pixels=pixels), batch_size=4)
+        with Service(Predictor(folder, execution, max_batch=4), rules) as service:
+            request = Request(pictures, "png", listed=True)
+            cancelled = service.submit(request)
+            cancelled.cancel()
+            found = [service.submit(request).result(30) for _ in range(requests)]
+            until(lambda: service._queues.backlog._pixels == 0)  # what was cancelled leaves when it is decoded
+            assert service._queues.backlog._requests == 0
+        return [status for each in found for status in statuses(each.outcomes)]
+
+    assert answered(12_031, 1) == [503] * 8
+    assert answered(30_000, 4) == [200] * 32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,59 @@ def test_run_lengths_give_the_mask_of_each_class(classes: NDArray[np.uint8]) -> 
         np.testing.assert_array_equal(unpacked(entry["rle"]["counts"], *classes.shape), classes == entry["index"])
 
 
+@given(
+    st.tuples(st.integers(1, 30), st.integers(1, 30)),
+    st.sampled_from([(4, (4, 4)), ((6, 3), (6, 3)), ("letterbox", (5, 7)), (9, (3, 5))]),
+    st.randoms(use_true_random=False),
+)
+def test_every_form_has_the_map_of_the_pictures_own_size(size: tuple[int, int], way: Any, random: Any) -> None:
+    wanted = Preprocessing(resize=way[0], crop=way[1])
+    seen = np.array([random.randrange(5) for _ in range(way[1][0] * way[1][1])], np.uint8).reshape(way[1])
+    placement = Placement.of(*size, wanted)
+    expected = placement.map_to_picture(torch.from_numpy(seen), 255).numpy()
+    counts = np.bincount(expected.ravel(), minlength=256)
+    for form in ("png", "rle"):
+        answer = Segmented(seen, form, placement)
+        np.testing.assert_array_equal(answer.counts(), counts)
+        document = json.loads(TASK.json(answer))
+        assert (document["height"], document["width"]) == size
+        assert document["unseen"] == pytest.approx(counts[255] / expected.size, abs=1e-6)
+        assert {entry["index"] for entry in document["classes"]} == set(expected.ravel().tolist()) - {255}
+        if form == "png":
+            np.testing.assert_array_equal(map_of(document), expected)
+        for entry in document["classes"] if form == "rle" else []:
+            np.testing.assert_array_equal(unpacked(entry["rle"]["counts"], *size), expected == entry["index"])
+
+
+def test_a_map_of_16_megapixels_is_written_in_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = []
+    scaled = Segmented._scaled
+    monkeypatch.setattr(
+        Segmented,
+        "_scaled",
+        lambda *given: parts.append((part := scaled(*given)).size) or part,  # type: ignore[func-returns-value]
+    )
+    seen = np.random.default_rng(0).integers(0, 5, (64, 64), np.uint8)
+    for form in ("png", "rle", "image"):
+        answer = Segmented(seen, form, Placement.of(4000, 4000, Preprocessing(resize=(64, 64), crop=(64, 64))))
+        tracemalloc.start()
+        try:
+            body, _ = TASK.body(answer)
+            assert tracemalloc.get_traced_memory()[1] < 12e6
+        finally:
+            tracemalloc.stop()
+        assert len(body) < 2e6
+    assert max(parts) <= 1 << 20
+
+
+def test_an_answer_does_not_keep_the_maps_of_its_batch() -> None:
+    outputs = TASK.ending((torch.zeros(8, 5, 4, 4),))
+    first, *_ = TASK.answers(outputs, ["png"] * 8, [WIDE] * 8)
+    assert isinstance(first, Segmented)
+    assert first.seen.base is None
+    assert TASK.answer_bytes == 16
+
+
 def test_long_runs_take_several_characters() -> None:
     mask = np.zeros((300, 400), bool)
     mask[10:200, 30:350] = True
@@ -187,7 +241,7 @@ def test_an_answer_is_the_known_one_where_nearly_all_pixels_have_its_class() -> 
         answer = classes.copy()
         answer.ravel()[:changed] = 9
         document = json.loads(TASK.json(Segmented(answer.clip(0, 4)))) | {
-            "mask": base64.b64encode(png_of(answer)).decode()
+            "mask": base64.b64encode(png_of(Segmented(answer))).decode()
         }
         assert bool(TASK.fault(facts, document, 0.05)) != right
         if right:
