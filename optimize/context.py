@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -60,14 +61,14 @@ class Context(Described):
     probabilities: Probabilities = "softmax"
     outputs: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def task(self) -> Task:
         """What the network is for, as the data say.
 
         Raises:
             UserError: there is no such task.
         """
-        return find_task(self.data.task)
+        return find_task(self.data.task).of(self.data)
 
     def _facts(self) -> dict[str, str]:
         shape = " × ".join(map(str, self.preprocessing.shape))

@@ -63,15 +63,18 @@ class Spread:
 class JackknifeDifference(PairedDifference):
     """The difference of a score of two networks on the same images, from leaving out each group.
 
-    ``gained`` and ``lost`` count the images that are answered better and worse.
+    ``gained`` and ``lost`` count the images that are answered better and worse. ``most`` is the largest difference that
+    there can be.
     """
 
     spread: Spread
+    most: float = 1.0
 
     def at(self, confidence: float) -> JackknifeDifference:
         """See `PairedDifference`."""
         reach = self.spread.reach(normal_quantile(confidence))
-        return dataclasses.replace(self, low=max(-1.0, self.delta - reach), high=min(1.0, self.delta + reach))
+        low, high = max(-self.most, self.delta - reach), min(self.most, self.delta + reach)
+        return dataclasses.replace(self, low=low, high=high)
 
     def among(self, shown: NDArray[np.bool_], groups: NDArray[np.int64] | None) -> JackknifeDifference:
         """Return the difference with `Spread.unseen` of those images or groups alone that can lose something.
@@ -134,7 +137,7 @@ def jackknife_interval(
 
 
 def jackknife_difference(
-    delta: float, spread: Spread, better: NDArray[np.float64], confidence: float = 0.95
+    delta: float, spread: Spread, better: NDArray[np.float64], confidence: float = 0.95, *, most: float = 1.0
 ) -> JackknifeDifference:
     """Return a difference of scores, with its interval.
 
@@ -143,9 +146,11 @@ def jackknife_difference(
         spread: of that difference.
         better: ``(N,)``, how much better the second answers each image.
         confidence: confidence of the interval.
+        most: the largest difference that there can be.
     """
     gained, lost = int(np.sum(better > 0)), int(np.sum(better < 0))
-    return JackknifeDifference(delta, -1.0, 1.0, gained, lost, len(better), spread).at(confidence)
+    found = JackknifeDifference(delta, -most, most, gained, lost, len(better), spread, most)
+    return found.at(confidence)
 
 
 def student_quantile(z: float, freedom: float) -> float:

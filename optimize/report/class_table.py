@@ -42,7 +42,7 @@ def class_table(results: Results) -> ClassTable | None:
     task, compared, first = find_task(results.task), _compared(results), _baseline(results)
     parts = [task.counted] if any(one.count != one.images for one in results.classes) else []
     score = f"{task.of_class} %"
-    heads = [("class", "")]
+    heads = [(task.entry, "")]
     for name in compared:
         heads += [("Δ points", name), ("95 %", "")]
     heads += [(score, name) for name in (first, *compared)]
@@ -75,9 +75,9 @@ def class_losses(results: Results) -> list[str]:
         more = f" and {len(worse) - _NAMED} more" if len(worse) > _NAMED else ""
         against = f"{name} against {_baseline(results)}"
         if worse:
-            said = f"{task.of_class} is lower in {len(worse)} of {shown} classes, beyond chance: {named}{more}"
+            said = f"{task.of_class} is lower in {len(worse)} of {shown} {task.named}, beyond chance: {named}{more}"
         else:
-            said = f"{task.of_class} is lower beyond chance in none of {shown} classes"
+            said = f"{task.of_class} is lower beyond chance in none of {shown} {task.named}"
         found.append(f"{against}: {said}.")
     return found
 

@@ -210,8 +210,9 @@ def _made(line: Line, _: Results) -> Cell:
 
 
 def _score(metric: Metric, key: str, **place: Any) -> Column:
-    cell = _measured(lambda measured: percent(measured.accuracy.scores[metric.key]))
-    return Column(key, metric.title, "%", cell, fields=(f"accuracy.{metric.key}",), **place)
+    shown, unit = (percent, "%") if metric.share else (number, "")
+    cell = _measured(lambda measured: shown(measured.accuracy.scores[metric.key]))
+    return Column(key, metric.title, unit, cell, fields=(f"accuracy.{metric.key}",), **place)
 
 
 def columns_of(results: Results) -> tuple[Column, ...]:

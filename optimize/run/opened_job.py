@@ -101,7 +101,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         outputs=job.output_names,
     )
     listener.said(
-        f"{source.name} on {data.name}: {len(data.classes)} classes, {len(data.train)} training and "
+        f"{source.name} on {data.name}: {len(data.classes)} {context.task.named}, {len(data.train)} training and "
         f"{validation} validation images, input {'x'.join(map(str, preprocessing.shape))}, {device}; "
         f"preprocessing: {chosen}"
     )

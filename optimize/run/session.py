@@ -403,6 +403,7 @@ class Session(Described):
                 "fingerprint": data.fingerprint,
                 "train": len(data.train),
                 "val": len(data.val),
+                **self.context.task.facts(),
                 **({"class_order": list(data.order)} if data.order else {}),
                 **({"notes": list(data.notes)} if data.notes else {}),
             },

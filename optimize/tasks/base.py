@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:  # a stored report is shown without torch
     import numpy as np
     import torch
     from numpy.typing import NDArray
+    from torch import nn
 
+    from optimize.data.records import ImageData
     from optimize.statistics import PairedDifference
     from serve.runtime.card.card import Probabilities
     from serve.runtime.outputs import Outputs
@@ -33,17 +36,19 @@ GROUPS: Final = "group"
 
 @dataclass(frozen=True, repr=False)
 class Metric(Described):
-    """A figure from 0 to 1 about answers.
+    """A figure about answers: a share, at most 1, or a number in the unit of the targets.
 
     Attributes:
         key: its name in reports' JSON and in data frames.
         title: its name in tables and sentences.
         noun: its name if it stands alone. Empty: the title.
+        share: whether it is a share. The score is one, and the larger the better.
     """
 
     key: str
     title: str
     noun: str = ""
+    share: bool = True
 
     @property
     def spoken(self) -> str:
@@ -110,6 +115,9 @@ class Task(Described, ABC):
         metrics: the figures of `scores`. The first one is the score: everything is judged by it.
         agreement: the first figure of `agreements`.
         counted: the plural of what that figure counts.
+        entry: what each of the data's ``classes`` names.
+        named: the plural of that.
+        guess: what has the score of `chance`; ``{}`` is the number of classes.
         whole: whether targets are about the whole picture, so that nothing of it may be cut off by default.
         networks_for: the task that libraries' networks are for if they suit this one, too. Empty: its own.
         endings: how the logits become probabilities, by what a network ends in; see `optimize.models.logits`. Another
@@ -126,6 +134,9 @@ class Task(Described, ABC):
     agreement: ClassVar[Metric]
     counted: ClassVar[str]
     method: ClassVar[str]
+    entry: ClassVar[str] = "class"
+    named: ClassVar[str] = "classes"
+    guess: ClassVar[str] = "guessing among {} classes"
     whole: ClassVar[bool] = False
     training: ClassVar[Mapping[str, Any]] = {}
     networks_for: ClassVar[str] = ""
@@ -146,6 +157,18 @@ class Task(Described, ABC):
     def metric(self) -> Metric:
         """The score."""
         return self.metrics[0]
+
+    def of(self, data: ImageData) -> Task:
+        """Return this task for a network of some data, if it needs to know more of them than their classes."""
+        return self
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the cards of networks of its data say for the servers' half of the task, as JSON values."""
+        return {}
+
+    def fresh(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Within this context a network with random weights is trained. It may be changed in place until the end."""
+        return nullcontext()
 
     @abstractmethod
     def fault_of(self, output: object, inputs: torch.Tensor, classes: int) -> str | None:

@@ -97,9 +97,9 @@ def make_baseline(
     module = giving_logits(module, ending)
     probabilities = context.task.endings.get(ending, "softmax")
     if isinstance(weights, TrainingConfig):
-        result = train(
-            module.train(), dataclasses.replace(context, probabilities=probabilities), weights, auxiliary=auxiliary
-        )
+        training_context = dataclasses.replace(context, probabilities=probabilities)
+        with context.task.fresh(module):
+            result = train(module.train(), training_context, weights, auxiliary=auxiliary)
         notes, training = (f"trained here: {result.kept}", *result.notes), (result.history,)
     module = module.cpu().eval()
     if auxiliary:

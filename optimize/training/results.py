@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -90,7 +91,7 @@ class Progress:
         points: see `History`.
         before: see `History`.
         best: number of the best epoch. None: the initial module.
-        reached: the score of the best on the held-out images. -1: nothing was judged yet.
+        reached: the score of the best on the held-out images. Minus infinity: nothing was judged yet.
         kept: the best's state.
     """
 
@@ -105,7 +106,7 @@ class Progress:
     points: list[Point] = field(default_factory=list)
     before: float | None = None
     best: int | None = None
-    reached: float = -1.0
+    reached: float = -math.inf
     kept: dict[str, Any] = field(default_factory=dict)
 
     def history(self, steps: int, processes: int) -> History:

@@ -326,7 +326,7 @@ def _guesses(baseline: _Candidate, task: Task, classes: int | None) -> list[str]
         return []
     return [
         f"The baseline's {task.metric.title} of {percent(accuracy.score)} % on {accuracy.images:,} images is not above "
-        f"what guessing among {classes:,} classes gives ({100 * chance:.2f} %): differences of accuracy mean nothing "
+        f"what {task.guess.format(f'{classes:,}')} gives ({100 * chance:.2f} %): differences of accuracy mean nothing "
         f"here. Give a checkpoint, or train longer (baseline: {{epochs: …}} in a recipe)."
     ]
 

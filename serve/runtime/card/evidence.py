@@ -11,6 +11,8 @@ from . import fields
 from .execution import Execution
 
 _MOST_IMAGES = 1 << 40
+#: A score may be far below that of a guess, if it is a share of an error that is explained.
+_LEAST_SCORE = -1e12
 _FIELDS = {"execution", "low", "high", "images"}
 
 
@@ -21,7 +23,7 @@ class Evidence:
     Attributes:
         execution: the execution, on ``cpu`` or ``cuda``.
         metric: name of the task's score.
-        score: its value, 0 to 1.
+        score: its value, at most 1.
         low: lower end of its 95 % interval.
         high: upper end.
         images: number of images. The card names the data.
@@ -39,7 +41,7 @@ class Evidence:
             raise CardError(f"evidence: an execution must be a JSON object, found {fields.shown(self.execution)}")
         fields.text("evidence: the metric", self.metric)
         for name, value in ((self.metric, self.score), ("low", self.low), ("high", self.high)):
-            fields.number(f"evidence: {name[:40]}", value, 0.0, 1.0)
+            fields.number(f"evidence: {name[:40]}", value, _LEAST_SCORE, 1.0)
         if not self.low <= self.score <= self.high:
             raise CardError(
                 f"evidence: {self.metric[:40]} must lie in its interval, found {self.low} {self.score} {self.high}"
