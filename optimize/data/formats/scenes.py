@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from optimize.data.records import ImageData, Split
+    from optimize.data.sources import Source
     from optimize.data.targets import ClassMaps
     from optimize.listener import Listener
 
@@ -70,6 +71,31 @@ def _open_labels(place: str, seed: int, listener: Listener) -> ImageData:
         for split in _scenes(seed)
     )
     return ImageData("scenelabels", "multilabel", CLASSES, train, val, "shift", (SIDE, SIDE))
+
+
+def _open_numbers(place: str, seed: int, listener: Listener) -> ImageData:
+    """Make the scenes, with the share that is ink, in per cent, and how much brighter it is than the ground, of 255."""
+    import torch
+
+    from optimize.data.records import ImageData, Split
+    from optimize.data.targets import Vectors
+
+    train, val = (
+        Split(split.sources, Vectors(torch.tensor([*map(_numbers, split.sources, _masks(split))])))
+        for split in _scenes(seed)
+    )
+    return ImageData("scenenumbers", "regression", ("ink", "contrast"), train, val, "none", (SIDE, SIDE))
+
+
+def _numbers(scene: Source, mask: NDArray[np.integer]) -> tuple[float, float]:
+    import numpy as np
+    from PIL import Image
+
+    from optimize.data.sources import read_source
+
+    with Image.open(io.BytesIO(read_source(scene))) as image:
+        greys = np.asarray(image.convert("L"))
+    return 100 * float((mask > 0).mean()), float(greys[mask > 0].mean() - greys[mask == 0].mean())
 
 
 def _masks(split: Split) -> Iterator[NDArray[np.integer]]:
@@ -139,5 +165,14 @@ SCENE_LABELS = register(
         open=_open_labels,
         summary="the same scenes, with the digits that occur in each",
         default_of="multilabel",
+    )
+)
+
+SCENE_NUMBERS = register(
+    DataFormat(
+        name="scenenumbers",
+        open=_open_numbers,
+        summary="the same scenes, with two numbers of each: per cent of ink, and its contrast",
+        default_of="regression",
     )
 )
