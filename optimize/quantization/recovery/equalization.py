@@ -54,24 +54,30 @@ class Pair:
 
 def pairs(module: fx.GraphModule) -> list[Pair]:
     """Return the pairs of a traced module without norms, in the graph's order. No pair spans a sum or a branch."""
-    calls = Counter(str(node.target) for node in module.graph.nodes if node.op == "call_module")
-    tied = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    read = (attribute(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr")
-    tied.update(id(value) for value in read)
+    calls, tied = reads_of(module)
     found = []
     for node in module.graph.nodes:
-        if not _plain(module, node, calls, tied):
+        if not plain(module, node, calls, tied):
             continue
         bound, after = None, _only_user(node)
-        while after is not None and (_homogeneous(module, after) or (bound is None and _is_relu6(module, after))):
+        while after is not None and (homogeneous(module, after) or (bound is None and _is_relu6(module, after))):
             bound = after if _is_relu6(module, after) else bound
             after = _only_user(after)
-        if after is None or not _plain(module, after, calls, tied):
+        if after is None or not plain(module, after, calls, tied):
             continue
         first, second = (module.get_submodule(str(layer.target)) for layer in (node, after))
         if isinstance(first, nn.Linear) == isinstance(second, nn.Linear):
             found.append(Pair(str(node.target), str(after.target), bound))
     return found
+
+
+def reads_of(module: fx.GraphModule) -> tuple[Counter[str], Counter[int]]:
+    """Return how often each layer is called, and how often each parameter is used, by its id."""
+    calls = Counter(str(node.target) for node in module.graph.nodes if node.op == "call_module")
+    tied = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    read = (attribute(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr")
+    tied.update(id(value) for value in read)
+    return calls, tied
 
 
 def bound_channels(module: fx.GraphModule, found: Sequence[Pair]) -> list[Pair]:
@@ -137,11 +143,11 @@ def _scale(module: fx.GraphModule, pair: Pair) -> float:
     alive = (before > 0) & (after > 0)
     ratio = (before / after.clamp(min=torch.finfo(after.dtype).tiny)).sqrt()
     scale = torch.where(alive, ratio, 1.0).clamp(1 / _LARGEST, _LARGEST)
-    _multiply_rows(first, 1 / scale)
+    multiply_rows(first, 1 / scale)
     if pair.bound is not None:
         bounds: torch.Tensor = module.get_buffer(str(pair.bound.target))
         bounds.div_(scale.view_as(bounds).to(bounds.dtype))
-    _multiply_inputs(second, scale)
+    multiply_inputs(second, scale)
     return float((scale.log()).abs().max())
 
 
@@ -165,14 +171,18 @@ def _by_input(layer: nn.Module) -> torch.Tensor:
     return swapped.reshape(-1, *swapped.shape[2:], *[1] * (weight.ndim == 2))
 
 
-def _multiply_rows(layer: nn.Module, factor: torch.Tensor) -> None:
+@torch.no_grad()
+def multiply_rows(layer: nn.Module, factor: torch.Tensor) -> None:
+    """Multiply each output channel of a layer by its factor, ``(out,)``, in place."""
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     weight.copy_(weight.double() * factor.view(-1, *[1] * (weight.ndim - 1)))
     if layer.bias is not None:
         layer.bias.copy_(layer.bias.double() * factor)  # type: ignore[operator]
 
 
-def _multiply_inputs(layer: nn.Module, factor: torch.Tensor) -> None:
+@torch.no_grad()
+def multiply_inputs(layer: nn.Module, factor: torch.Tensor) -> None:
+    """Multiply the weights that read each input channel by its factor, ``(in,)``, in place."""
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     groups = int(getattr(layer, "groups", 1))
     grouped = weight.double().reshape(groups, -1, *weight.shape[1:])
@@ -193,7 +203,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
     return user if user is not None and user.all_input_nodes[:1] == [node] else None
 
 
-def _plain(module: fx.GraphModule, node: fx.Node, calls: Counter[str], tied: Counter[int]) -> bool:
+def plain(module: fx.GraphModule, node: fx.Node, calls: Counter[str], tied: Counter[int]) -> bool:
     """Tell whether a node calls a layer with its own weight, neither shared nor computed."""
     if node.op != "call_module":
         return False
@@ -202,7 +212,8 @@ def _plain(module: fx.GraphModule, node: fx.Node, calls: Counter[str], tied: Cou
     return type(layer) in _LAYERS and calls[str(node.target)] == 1 and own and not parametrize.is_parametrized(layer)
 
 
-def _homogeneous(module: fx.GraphModule, node: fx.Node) -> bool:
+def homogeneous(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Tell whether a node computes f with f(s x) = s f(x), channel by channel, where s > 0."""
     if node.op == "call_module":
         return type(module.get_submodule(str(node.target))) in _HOMOGENEOUS
     return (node.op == "call_function" and node.target in _HOMOGENEOUS_FUNCTIONS) or (

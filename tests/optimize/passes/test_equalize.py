@@ -12,16 +12,25 @@ from torch import nn
 from torch.nn import functional
 from torchvision.models.mobilenetv2 import MobileNetV2
 
-from optimize.errors import NotApplicableError
+from optimize.errors import NotApplicableError, PassError
 from optimize.passes.equalize import EQUALIZE, Equalize, _bounded
 from optimize.passes.ptq import PTQ, Ptq
+from optimize.quantization.recovery.concatenations import FIGURE, level
 from optimize.quantization.recovery.equalization import equalize, pairs
 from optimize.store.layer_effects import read_effects
 from optimize.tracing.folding import fuse_module
 from optimize.tracing.trace import trace
 from tests.narrow import layer
 from tests.optimize.quantization.recovery.test_recovery import unlike
-from tests.optimize.workbench import noise_context, parent_of, quantizers, run, with_running_statistics
+from tests.optimize.workbench import (
+    applied,
+    decibels,
+    noise_context,
+    parent_of,
+    quantizers,
+    run,
+    with_running_statistics,
+)
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
@@ -225,3 +234,58 @@ def test_before_fuse_there_is_nothing_to_equalize(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
     with pytest.raises(NotApplicableError, match="fuse"):
         EQUALIZE.apply(parent_of(module, context, tmp_path / "parent"), Equalize(), context, tmp_path)
+
+
+class Skips(nn.Module):
+    """Features of very different ranges are joined; one of the small ones has another reader."""
+
+    def __init__(self, *, fixed: bool = False) -> None:
+        super().__init__()
+        self.wide, self.small = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(1, 4, 3, padding=1)
+        self.below, self.after = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1)
+        self.up, self.head = nn.Upsample(scale_factor=2), nn.Linear(8, 4)
+        self.fixed = fixed
+        with torch.no_grad():
+            for layer, factor in ((self.small, 1e-3), (self.below, 1.0)):
+                layer.weight.mul_(factor)
+                assert layer.bias is not None
+                layer.bias.mul_(0)
+            self.after.weight[:, 8:].mul_(1e3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        small = torch.relu(self.small(x))
+        if self.fixed:
+            small = small + 1e-4  # a sum cannot take a factor
+        below = self.up(self.below(functional.max_pool2d(small, 2)))
+        joined = torch.relu(torch.cat((torch.relu(self.wide(x)), small, below), 1))
+        logits: torch.Tensor = self.head(torch.relu(self.after(joined)).mean((2, 3)))
+        return logits
+
+
+def test_tensors_of_very_different_ranges_that_are_joined_get_similar_ones_and_int8_keeps_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, context = Skips().eval(), noise_context()
+    images = context.example(16)
+    parent = parent_of(module, context, tmp_path / "parent")
+    made = applied(EQUALIZE, Equalize(), parent, context, tmp_path / "equalized")
+    with torch.no_grad():
+        expected = module(images)
+    torch.testing.assert_close(run(made, images), expected, rtol=1e-6, atol=1e-6)
+    (effect,) = [effect for effect in read_effects(made.folder) if effect.figure == FIGURE]
+    assert effect.before > 500
+    assert effect.after < 4
+    levelled = trace(copy.deepcopy(module))
+    level(levelled, images)
+    with pytest.raises(PassError, match="this is broken"):
+        applied(PTQ, Ptq(images=16), parent, context, tmp_path / "refused")
+    base = parent_of(levelled, context, tmp_path / "levelled")
+    quantized = applied(PTQ, Ptq(images=16), base, context, tmp_path / "int8")
+    assert decibels(expected, run(quantized, images)) > 30
+
+
+def test_what_a_sum_reads_is_left_as_it_is() -> None:
+    torch.manual_seed(0)
+    module = trace(Skips(fixed=True).eval())
+    before = copy.deepcopy(module.state_dict())
+    assert level(module, torch.rand(4, 1, 16, 16)) == []
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
