@@ -91,7 +91,7 @@ def _nncf(parent: Artifact, config: Nncf, context: Context, folder: Path) -> Pro
     )
     openvino.save_model(quantized, folder / "model.xml", compress_to_fp16=False)
     (folder / "model.bin").rename(folder / "model.xml.bin")  # as the runtime names what belongs to a model file
-    return Product("model.xml", "openvino", precision="int8", device="cpu")
+    return Product("model.xml", "openvino", precision="int8", device="cpu", ending=parent.card.ending)
 
 
 def judging(context: Context, config: NncfAccuracy) -> Context:
@@ -135,7 +135,7 @@ def _nncf_accuracy(parent: Artifact, config: NncfAccuracy, context: Context, fol
     )
     openvino.save_model(quantized, folder / "model.xml", compress_to_fp16=False)
     (folder / "model.bin").rename(folder / "model.xml.bin")
-    return Product("model.xml", "openvino", precision="int8", device="cpu")
+    return Product("model.xml", "openvino", precision="int8", device="cpu", ending=parent.card.ending)
 
 
 def _pt2e(parent: Artifact, config: Pt2e, context: Context, folder: Path) -> Product:
