@@ -70,6 +70,11 @@ class Context(Described):
         """
         return find_task(self.data.task).of(self.data)
 
+    @property
+    def width(self) -> int:
+        """The number of outputs that a network is built with."""
+        return self.task.outputs(len(self.data.classes))
+
     def _facts(self) -> dict[str, str]:
         shape = " × ".join(map(str, self.preprocessing.shape))
         return {"data": self.data.name, "input": shape, "device": str(self.device), "seed": str(self.seed)}

@@ -28,6 +28,7 @@ FLOORS = {
     "optimize.memory": 0,
     "optimize.noise": 0,
     "optimize.small_pictures": 0,
+    "optimize.retrieval": 2,
     "optimize.statistics": 0,
     "serve": 1,
     "serve.common": 1,

@@ -27,7 +27,7 @@ _IMAGES = 2  # a norm in training needs more than one value
 _DIGITS = {torch.float64: 6, torch.float32: 3}
 
 
-def architecture_of(source: ModelSource, classes: int, preprocessing: Preprocessing) -> tuple[str, str]:
+def architecture_of(source: ModelSource, outputs: int, preprocessing: Preprocessing) -> tuple[str, str]:
     """Return the identity of an architecture in keys: the digest of its code, and the factory's name.
 
     For a user's own factory it includes the digest of what it builds here: see `built_digest`. A library's factory is
@@ -38,7 +38,7 @@ def architecture_of(source: ModelSource, classes: int, preprocessing: Preprocess
     """
     if source.origin != "user":
         return source.fingerprint, source.name
-    built = built_digest(lambda: source.build(classes, preprocessing.crop[0]), preprocessing.shape)
+    built = built_digest(lambda: source.build(outputs, preprocessing.crop[0]), preprocessing.shape)
     return f"{source.fingerprint}/{built}", source.name
 
 

@@ -65,11 +65,11 @@ class Job(Config):
     data: str | InstanceOf[ImageData] | None = Field(
         default=None,
         description="The images to train, calibrate and measure with; by default digits, or for a network for "
-        "segmentation scenes. Without a download there are digits, scenes, scenelabels and scenenumbers. Your own lie "
-        "in imagefolder:DIR, masks:DIR, labels:FILE or numbers:FILE (a CSV), or cocolabels:DIR. Names such as cifar10 "
-        "are data sets of torchvision, which downloads them. An imagefolder has train/ and val/ or test/, or one "
-        "folder of class folders, which a seeded hash of the file names splits. Masks lie in masks/ as the images in "
-        "images/. A program may also give a data set that is open.",
+        "segmentation scenes. Without a download there are digits, scenes, scenelabels, scenenumbers and "
+        "retrievaldigits. Your own lie in imagefolder:DIR, masks:DIR, retrieval:DIR, csvlabels:FILE, csvnumbers:FILE "
+        "or cocolabels:DIR. Names such as cifar10 are data sets of torchvision, which downloads them. An imagefolder "
+        "has train/ and val/ or test/, or one folder of class folders, which a seeded hash of the file names splits. "
+        "Masks lie in masks/ as the images in images/. A program may also give a data set that is open.",
     )
     classes: Path | tuple[str, ...] | None = Field(
         default=None,

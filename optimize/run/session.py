@@ -151,7 +151,7 @@ class Session(Described):
     @functools.cached_property
     def architecture(self) -> tuple[str, str]:
         """Return what identifies the network's code in keys; see `architecture_of`."""
-        return architecture_of(self.source, len(self.context.data.classes), self.context.preprocessing)
+        return architecture_of(self.source, self.context.width, self.context.preprocessing)
 
     def close(self) -> None:
         """Allow others to prune the store, even if artifacts of this session are still alive."""

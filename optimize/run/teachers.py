@@ -123,7 +123,7 @@ def _model(given: TeacherModel | nn.Module, context: Context) -> Teaching:
         module = giving_logits(module, ending_of(module.eval(), _images(context, own)))
         return Teacher(source.name, digest, module, own.mean, own.std)
 
-    architecture = architecture_of(source, len(context.data.classes), context.preprocessing)
+    architecture = architecture_of(source, context.width, context.preprocessing)
     digest = _digest(make_key(source=architecture, weights=[checkpoint.sha256, checkpoint.place]), own)
     return Teaching(digest, build)
 

@@ -166,6 +166,10 @@ class Task(Described, ABC):
         """Return what the cards of networks of its data say for the servers' half of the task, as JSON values."""
         return {}
 
+    def outputs(self, classes: int) -> int:
+        """Return the number of outputs of a network that is built for so many classes."""
+        return classes
+
     def fresh(self, module: nn.Module) -> AbstractContextManager[None]:
         """Within this context a network with random weights is trained. It may be changed in place until the end."""
         return nullcontext()

@@ -46,7 +46,7 @@ def new_module(source: ModelSource, context: Context, ending: str = "logits", *,
     Raises:
         UserError: it cannot be built, or its outputs are unclear; see `with_outputs`.
     """
-    module = source.build(len(context.data.classes), context.preprocessing.crop[0], training=training)
+    module = source.build(context.width, context.preprocessing.crop[0], training=training)
     if context.outputs or source.origin in ("user", "module"):  # a library's networks give logits
         shape = context.preprocessing.shape
         module = with_outputs(materialised(module, shape), shape, context.outputs)

@@ -20,7 +20,7 @@ _PREFIX: Final = "instances_"
 
 
 def _open(place: str, seed: int, listener: Listener) -> ImageData:
-    from optimize.data.formats.labels import gaps_of
+    from optimize.data.formats.csv_labels import gaps_of
     from optimize.data.pixels import native_size
     from optimize.data.records import ImageData
 

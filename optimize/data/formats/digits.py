@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from importlib import metadata
@@ -74,4 +75,18 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
 
 
+def _open_for_retrieval(place: str, seed: int, listener: Listener) -> ImageData:
+    """Open the digits to retrieve those that are alike."""
+    return dataclasses.replace(_open(place, seed, listener), name="retrievaldigits", task="embeddings")
+
+
 DIGITS = register(DataFormat(name="digits", open=_open, summary="scikit-learn's 1,797 handwritten digits"))
+
+RETRIEVAL_DIGITS = register(
+    DataFormat(
+        name="retrievaldigits",
+        open=_open_for_retrieval,
+        summary="the same digits, to retrieve those of one class",
+        default_of="embeddings",
+    )
+)

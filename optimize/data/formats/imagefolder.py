@@ -194,11 +194,27 @@ def _drawn(listing: Listing, seed: int) -> npt.NDArray[np.bool_]:
     return chosen_by_key(listing.labels.astype(np.int64), keys)
 
 
+def _open_for_retrieval(place: str, seed: int, listener: Listener) -> ImageData:
+    """Open the same folder, to retrieve images of one class."""
+    import dataclasses
+
+    return dataclasses.replace(_open(place, seed, listener), task="embeddings")
+
+
 IMAGE_FOLDER = register(
     DataFormat(
         name="imagefolder",
         open=_open,
         place="DIR",
         summary="a folder with train/ and val/ or test/, or with class folders only, which are split",
+    )
+)
+
+RETRIEVAL = register(
+    DataFormat(
+        name="retrieval",
+        open=_open_for_retrieval,
+        place="DIR",
+        summary="class folders as imagefolder reads them, to retrieve images of one class",
     )
 )

@@ -37,7 +37,7 @@ def root(tmp_path: Path) -> Path:
 
 def csv(root: Path, *lines: str, name: str = "birds.csv") -> str:
     (root / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return f"labels:{root / name}"
+    return f"csvlabels:{root / name}"
 
 
 def vectors(split: Split) -> list[list[int]]:
@@ -84,7 +84,7 @@ def test_a_column_for_each_class_has_ones_and_zeros_in_the_files_of_two_folders(
             write(root / part / f"{part}{number}.png", number)
         rows = (f"{part}{number}.png, {int(number % 2 == 0)}, 1" for number in range(count))
         csv(root, "filename, wet, cold", *rows, name=f"{part}/_classes.csv")
-    data = open_data(f"labels:{root}")
+    data = open_data(f"csvlabels:{root}")
     assert data.classes == ("wet", "cold")
     assert vectors(data.train) == [[1, 1], [0, 1], [1, 1], [0, 1]]
     assert names(data.val) == ["valid0.png", "valid1.png"]
@@ -147,17 +147,17 @@ def test_a_file_that_says_too_little_is_refused_with_what_is_needed(root: Path, 
 
 
 def test_files_that_are_not_there_or_no_text_are_refused(root: Path) -> None:
-    with pytest.raises(UserError, match=r"there is no such file or folder; write labels:FILE"):
-        open_data(f"labels:{root}/none.csv")
+    with pytest.raises(UserError, match=r"there is no such file or folder; write csvlabels:FILE"):
+        open_data(f"csvlabels:{root}/none.csv")
     with pytest.raises(UserError, match=r"has no CSV; it needs train.csv and val.csv"):
-        open_data(f"labels:{root}")
+        open_data(f"csvlabels:{root}")
     (root / "bad.csv").write_bytes(b"image,labels\n\xff\xfe,a\n")
     with pytest.raises(UserError, match=r"bad.csv: cannot be read: it is not UTF-8 text"):
-        open_data(f"labels:{root}/bad.csv")
+        open_data(f"csvlabels:{root}/bad.csv")
     csv(root, "image,a", "0.png,1", name="train.csv")
     csv(root, "image,b", "1.png,1", name="val.csv")
     with pytest.raises(UserError, match=r"val.csv: has the columns b, and train.csv a"):
-        open_data(f"labels:{root}")
+        open_data(f"csvlabels:{root}")
 
 
 @given(
@@ -173,7 +173,7 @@ def test_any_text_is_read_or_refused_in_lines_that_name_the_file(text: str) -> N
         file = Path(folder) / "any.csv"
         file.write_text(text, encoding="utf-8", errors="replace")
         try:
-            read_csv(str(file), "labels:FILE")
+            read_csv(str(file), "csvlabels:FILE")
         except UserError as error:
             said = str(error)
         else:

@@ -191,7 +191,7 @@ def csv(root: Path, *lines: str) -> str:
     for number in range(6):
         (root / f"{number}.png").write_bytes(png(np.full((4, 4), number, np.uint8)))
     (root / "n.csv").write_text("\n".join(lines) + "\n")
-    return f"numbers:{root / 'n.csv'}"
+    return f"csvnumbers:{root / 'n.csv'}"
 
 
 def test_a_csv_has_a_column_for_each_number(tmp_path: Path) -> None:

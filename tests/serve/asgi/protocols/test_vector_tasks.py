@@ -24,7 +24,7 @@ from tests.serve.torchserve.test_handler import context_of, opened
 
 PICTURES = artifacts.jpeg(5, (48, 40)), artifacts.jpeg(6, (20, 24))
 #: What the card of each task says beside its name.
-TASKS: dict[str, dict[str, Any]] = {"multilabel": {"probabilities": "sigmoid"}, "regression": {}}
+TASKS: dict[str, dict[str, Any]] = {"multilabel": {"probabilities": "sigmoid"}, "regression": {}, "embeddings": {}}
 
 
 @pytest.fixture(scope="module", params=TASKS)

@@ -1,4 +1,4 @@
-"""``labels:FILE``: a CSV that names pictures and the labels of each, for multi-label classification."""
+"""``csvlabels:FILE``: a CSV that names pictures and the labels of each, for multi-label classification."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _open(place: str, seed: int, listener: Listener) -> ImageData:
     from optimize.data.pixels import native_size
     from optimize.data.records import ImageData
 
-    table = read_csv(place, LABELS.usage)
+    table = read_csv(place, CSV_LABELS.usage)
     listener.progressed(0.5, "labels")
     column = next((number for number, name in enumerate(table.columns) if plain(name) in _LABELS), None)
     if column is None and len(table.columns) == 1:
@@ -94,9 +94,9 @@ def _named(table: CsvFile, column: int) -> tuple[tuple[str, ...], list[Sequence[
     return classes, rows, tuple(notes)
 
 
-LABELS = register(
+CSV_LABELS = register(
     DataFormat(
-        name="labels",
+        name="csvlabels",
         open=_open,
         place="FILE",
         summary="a CSV of pictures and their labels, in one column or in one for each class",

@@ -1,4 +1,4 @@
-"""``numbers:FILE``: a CSV that names pictures and one or several numbers of each, for regression."""
+"""``csvnumbers:FILE``: a CSV that names pictures and one or several numbers of each, for regression."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _open(place: str, seed: int, listener: Listener) -> ImageData:
     from optimize.data.pixels import native_size
     from optimize.data.records import ImageData
 
-    table = read_csv(place, NUMBERS.usage)
+    table = read_csv(place, CSV_NUMBERS.usage)
     listener.progressed(0.5, "numbers")
 
     def parse(row: Row) -> list[float]:
@@ -65,9 +65,9 @@ def _check_spread(table: CsvFile, vectors: torch.Tensor) -> None:
             )
 
 
-NUMBERS = register(
+CSV_NUMBERS = register(
     DataFormat(
-        name="numbers",
+        name="csvnumbers",
         open=_open,
         place="FILE",
         summary="a CSV of pictures and a column for each number of them",
