@@ -75,16 +75,8 @@ class _Instances:
             document = json.loads(file.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{file}: cannot be read as JSON: {error}") from None
-        self.classes: Mapping[int, str] = dict(
-            sorted(
-                (self._field(entry, place, "id", int), self._field(entry, place, "name", str))
-                for place, entry in self._entries(document, "categories")
-            )
-        )
-        self.pictures = {
-            self._field(entry, place, "id", int): self._field(entry, place, "file_name", str)
-            for place, entry in self._entries(document, "images")
-        }
+        self.classes: Mapping[int, str] = dict(sorted(self._named(document, "categories", "name").items()))
+        self.pictures = self._named(document, "images", "file_name")
         if not self.pictures or not self.classes:
             raise UserError(f"{file}: has no {'images' if self.classes else 'categories'}")
         self.shown: set[tuple[int, int]] = set()
@@ -124,6 +116,18 @@ class _Instances:
         for image, category in self.shown:
             vectors[rows[image], columns[category]] = 1
         return Split(Files.of(root, paths), Vectors(vectors))
+
+    def _named(self, document: Any, what: str, field: str) -> dict[int, str]:
+        """Return the names of entries by their numbers. Each number and name must be there once."""
+        found: dict[int, str] = {}
+        names: set[str] = set()
+        for place, entry in self._entries(document, what):
+            number, name = self._field(entry, place, "id", int), self._field(entry, place, field, str)
+            if number in found or name in names:
+                raise UserError(f"{self.file}: {place}: id {number} or {field} {name!r} is in an entry before it")
+            found[number] = name
+            names.add(name)
+        return found
 
     def _entries(self, document: Any, name: str) -> list[tuple[str, Any]]:
         entries = document.get(name) if isinstance(document, dict) else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from serve.common.layout import expanded
 from serve.runtime.errors import UserError, listed
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from optimize.data.records import Split
 
+_T = TypeVar("_T")
 Part = Literal["train", "val", "test"]
 
 #: Names of the column with the pictures, of those with the part and the group of each. Case and signs do not matter.
@@ -26,8 +28,10 @@ _PICTURE = (
     *("filename", "file", "fname", "filepath", "path", "image", "imagename", "imagefile", "imagepath", "imageid"),
     *("imageindex", "picture", "photo", "img", "name", "id"),
 )
-_PART = ("split", "set", "subset", "part", "partition", "fold", "dataset", "mluse", "isvalid", "isval", "istest")
+_PART = ("split", "set", "subset", "part", "partition", "dataset", "mluse", "isvalid", "isval", "istest", "istrain")
 _GROUP: Final = ("group", "groupid")
+#: Names of columns that only number the rows, such as the one without a name that pandas writes.
+_NUMBERING = ("", "unnamed0", "index", "id", "imageid", "rowid")
 
 #: What the column of parts may say.
 _WORDS: Mapping[Part, Sequence[str]] = {
@@ -45,8 +49,9 @@ _PAIRS = (
 _SEPARATORS = ",;\t|"
 #: A name without one of these gets the first that there is a file with.
 _SUFFIXES = ("", ".jpg", ".jpeg", ".png", ".webp", ".tif", ".bmp")
-#: So many faults are named at once.
+#: So many faults are named at once, and so many are enough to read no further.
 _NAMED: Final = 10
+_ENOUGH: Final = 100
 
 
 class Faults:
@@ -55,6 +60,11 @@ class Faults:
     def __init__(self) -> None:
         self._found: list[str] = []
         self._more = 0
+
+    @property
+    def enough(self) -> bool:
+        """Whether no more need be looked for."""
+        return self._more >= _ENOUGH - _NAMED
 
     def add(self, file: Path, line: int, said: str) -> None:
         """Add a fault in a line of a file."""
@@ -70,7 +80,8 @@ class Faults:
             UserError: there are some.
         """
         if self._found:
-            raise UserError("\n".join([*self._found, *([f"and {self._more} more such lines"] if self._more else [])]))
+            least = "at least " if self.enough else ""
+            raise UserError("\n".join([*self._found, *([f"and {least}{self._more} more"] if self._more else [])]))
 
 
 @dataclass(frozen=True)
@@ -168,12 +179,14 @@ def read_csv(place: str, usage: str) -> CsvFile:
     faults = Faults()
     read = [_read(file, part, faults) for file, part in zip(files, _parts(files), strict=True)]
     faults.check()
-    columns = read[0][0]
-    if any(others != columns for others, _ in read):
+    columns, unused = read[0][0], read[0][2]
+    if any(others != columns for others, *_ in read):
         raise UserError(
             f"{files[1]}: has the columns {listed(read[1][0], 6)}, and {files[0].name} {listed(columns, 6)}"
         )
-    rows = [row for _, found in read for row in found]
+    if not columns:
+        raise UserError(f"{files[0]}:1: names only columns that number or divide the pictures; add what they show")
+    rows = [row for _, found, _ in read for row in found]
     if not rows:
         raise UserError(f"{files[0]}: names no picture; write one in each line below the names of the columns")
     seen: dict[Path, Row] = {}
@@ -181,26 +194,29 @@ def read_csv(place: str, usage: str) -> CsvFile:
         if (first := seen.setdefault(row.picture, row)) is not row:
             faults.add(row.file, row.line, f"{row.named} is in line {first.line} of {first.file.name} already")
     faults.check()
+    notes = (f"not used: the columns {listed(unused, 6)}",) if unused else ()
     tests = [row for row in rows if row.part == "test"]
     if not tests or not any(row.part == "val" for row in rows):
-        return CsvFile(root, columns, rows)
-    notes = (f"the pictures of val are used for measuring; not used: the {len(tests)} of test",)
+        return CsvFile(root, columns, rows, notes)
+    notes = (*notes, f"the pictures of val are used for measuring; not used: the {len(tests)} of test")
     return CsvFile(root, columns, [row for row in rows if row.part != "test"], notes)
 
 
-def parsed(table: CsvFile, parse: Callable[[Row], Sequence[Any]]) -> list[Sequence[Any]]:
+def parsed(table: CsvFile, parse: Callable[[Row], _T]) -> list[_T]:
     """Return what ``parse`` makes of each row.
 
     Raises:
         UserError: it raised `ValueError` for some. The message has up to ten of its texts, each with its line.
     """
-    found: list[Sequence[Any]] = []
+    found: list[_T] = []
     faults = Faults()
     for row in table.rows:
         try:
             found.append(parse(row))
         except ValueError as error:
             faults.add(row.file, row.line, str(error))
+        if faults.enough:
+            break
     faults.check()
     return found
 
@@ -231,22 +247,29 @@ def _parts(files: Sequence[Path]) -> Sequence[Part | None]:
     return ("train", "val") if len(files) > 1 else (None,)
 
 
-def _read(file: Path, whole: Part | None, faults: Faults) -> tuple[tuple[str, ...], list[Row]]:
-    """Return the names of a file's other columns, and its rows. ``whole`` is the part of all of its pictures."""
+def _read(file: Path, whole: Part | None, faults: Faults) -> tuple[tuple[str, ...], list[Row], tuple[str, ...]]:
+    """Return the names of a file's other columns, its rows, and the names of columns that number them.
+
+    ``whole`` is the part of all of its pictures.
+    """
     lines = _lines(file, faults)
     header = next(lines, (0, []))[1]
     names = [name.strip() for name in header]
     places = _places(file, names, parts=whole is None)
-    others = [place for place in range(len(names)) if place not in places.values()]
+    left = [place for place in range(len(names)) if place not in places.values()]
+    others = [place for place in left if plain(names[place]) not in _NUMBERING]
+    part_of = functools.partial(_part, other=plain(names[places["part"]]) == "istrain") if "part" in places else None
     rows = []
     finder = _Finder(file.parent)
     for line, cells in lines:
+        if faults.enough:
+            break
         if len(cells) != len(names):
             faults.add(file, line, f"has {len(cells)} columns, and the first line names {len(names)}")
             continue
         named = {what: cells[place].strip() for what, place in places.items()}
         picture = finder.find(named["picture"])
-        part = _part(named["part"]) if "part" in named else whole
+        part = part_of(named["part"]) if part_of else whole
         if picture is None:
             faults.add(file, line, finder.missing(named["picture"]))
         elif "part" in named and part is None:
@@ -256,7 +279,8 @@ def _read(file: Path, whole: Part | None, faults: Faults) -> tuple[tuple[str, ..
         else:
             found = tuple(cells[place].strip() for place in others)
             rows.append(Row(file, line, picture, named["picture"], part, named.get("group"), found))
-    return tuple(names[place] for place in others), rows
+    unused = tuple(names[place] or "without a name" for place in left if place not in others)
+    return tuple(names[place] for place in others), rows, unused
 
 
 def _lines(file: Path, faults: Faults) -> Iterator[tuple[int, list[str]]]:
@@ -291,21 +315,22 @@ def _places(file: Path, names: Sequence[str], *, parts: bool) -> dict[str, int]:
     if len(names) < 2:
         raise UserError(f"{file}:1: names {len(names)} columns; it needs one of the pictures' names, and others")
     for place, name in enumerate(names):
-        if not name or names.index(name) != place:
+        if names.index(name) != place or (not name and place):
             what = f"names the column {name!r} twice" if name else f"has no name for column {place + 1}"
             raise UserError(f"{file}:1: {what}; the first line names each column once")
     known = [plain(name) for name in names]
     pictures = [known.index(name) for name in _PICTURE if name in known]
-    found = {"picture": pictures[0] if pictures else 0}
+    found = {"picture": pictures[0] if pictures else int(not names[0])}
     for what, words in (("part", _PART if parts else ()), ("group", _GROUP)):
         places = [known.index(word) for word in words if word in known and known.index(word) != found["picture"]]
         found |= {what: places[0]} if places else {}
     return found
 
 
-def _part(word: str) -> Part | None:
-    """Return the part that a word means. None: it means none."""
-    return next((part for part, words in _WORDS.items() if word.lower() in words), None)
+def _part(word: str, *, other: bool) -> Part | None:
+    """Return the part that a word means, or the other one. None: it means none."""
+    found = next((part for part, words in _WORDS.items() if word.lower() in words), None)
+    return found if found is None or not other else "val" if found == "train" else "train"
 
 
 class _Finder:

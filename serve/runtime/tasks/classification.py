@@ -105,7 +105,12 @@ class KnownLogits:
 
     @property
     def allowed(self) -> float:
-        """Largest allowed difference of a log-probability."""
+        """Largest allowed difference of a log-probability.
+
+        A sigmoid compares each logit with 0. A single one has a range of at least 1, because it may be near 0.
+        """
+        if self.probabilities == "sigmoid":
+            return self.tolerance * max(1.0, max(0.0, *self.logits) - min(0.0, *self.logits))
         return self.tolerance * (max(self.logits) - min(self.logits))
 
     def difference(self, probabilities: Sequence[float]) -> float:

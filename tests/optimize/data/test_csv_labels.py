@@ -97,6 +97,21 @@ def test_a_file_of_three_parts_measures_with_those_to_validate(root: Path) -> No
     assert data.notes == ("the pictures of val are used for measuring; not used: the 1 of test",)
 
 
+def test_columns_that_number_the_rows_are_not_used_and_a_part_may_be_the_other_one(root: Path) -> None:
+    rows = [f"{number},{number + 7},{number}.png,{number % 2},{number < 8}" for number in range(12)]
+    data = open_data(csv(root, ",id,image,red,is_train", *rows))
+    assert (data.classes, len(data.train), len(data.val)) == (("red",), 8, 4)
+    assert data.notes == ("not used: the columns without a name, id",)
+    with pytest.raises(UserError, match="names only columns that number or divide the pictures"):
+        open_data(csv(root, "id,image,split", "0,0.png,val"))
+
+
+def test_a_file_without_its_pictures_is_not_read_to_its_end(root: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        open_data(csv(root, "image,labels", *(f"gone{number},a" for number in range(5000))))
+    assert str(caught.value).splitlines()[-1] == "and at least 90 more"
+
+
 def test_groups_are_held_out_together(root: Path) -> None:
     rows = (f"{number}.png,{'ab'[number % 2]},patient {number // 3}" for number in range(12))
     data = open_data(csv(root, "image,tags,group", *rows))
@@ -123,7 +138,7 @@ def test_every_fault_is_a_line_with_its_number_and_ten_are_named_at_once(root: P
         open_data(csv(root, "image,a,b", *(f"{number}.png,1,{number + 2}" for number in range(12))))
     found = str(caught.value).splitlines()
     assert found[0] == f"{file}:2: column b has '2'; it must be 1 if the picture has that label, else 0"
-    assert (len(found), found[-1]) == (11, "and 2 more such lines")
+    assert (len(found), found[-1]) == (11, "and 2 more")
     with pytest.raises(UserError, match=r"birds.csv:4: 0.png is in line 2 of birds.csv already"):
         open_data(csv(root, "image,labels", "0.png,a", "1.png,a", "0.png,b"))
 
@@ -133,6 +148,7 @@ def test_every_fault_is_a_line_with_its_number_and_ten_are_named_at_once(root: P
     [
         (["image"], r":1: names 1 columns; it needs one of the pictures' names, and others"),
         (["image,,a"], r":1: has no name for column 2"),
+        ([",image", "0,0.png"], r":1: names only columns that number"),
         (["image,a,a"], r":1: names the column 'a' twice"),
         (["image,labels"], "names no picture; write one in each line"),
         (["image,labels", "0.png,"], "has no labels"),
@@ -212,6 +228,7 @@ def test_coco_has_the_classes_that_occur_in_a_picture(tmp_path: Path) -> None:
         ({"categories": []}, "has no categories"),
         ({"annotations": [{"image_id": 7, "category_id": 1}]}, r"annotations\[0\]: there is no category 1"),
         ({"annotations": [{"image_id": "7", "category_id": 4}]}, r"image_id must be a whole number, found '7'"),
+        ({"categories": [{"id": 4, "name": "a"}, {"id": 9, "name": "a"}]}, r"categories\[1\]: id 9 or name 'a' is in"),
         ({"images": [{"id": 7, "file_name": "gone.png"}], "annotations": []}, "there is no gone.png in"),
     ],
 )

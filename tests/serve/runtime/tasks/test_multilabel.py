@@ -90,6 +90,14 @@ def test_a_known_answer_is_compared_by_its_log_probabilities() -> None:
         TASK.check_answer(known, document(LOGITS, 0.5))
 
 
+def test_a_single_label_may_differ_as_much_as_one_of_several() -> None:
+    task = artifacts.task_of(task="multilabel", probabilities="sigmoid", classes=("defect",))
+    known = KnownAnswer(b"image", "multilabel", "onnxruntime", task.known((torch.tensor([[0.3]]),), WHOLE))
+    for logit, fits in ((0.35, True), (3.0, False)):
+        answer = json.loads(task.json(task.answers((torch.tensor([[logit]]),), [0.0], [WHOLE])[0]))
+        assert (task.compared(known.facts, answer)[0] == "") is fits
+
+
 def test_answers_under_load_may_differ_by_the_tolerance_and_lack_no_class() -> None:
     reference = document(LOGITS, 0.0)
     assert TASK.fault(reference, document(LOGITS), 0.01) == ""
