@@ -164,6 +164,10 @@ def _refuse_idle(job: Job, recipe: Recipe, path: Path) -> None:
 def _check(opened: Opened, recipe: Recipe, path: Path) -> None:
     """Refuse all settings that do not fit the model, each with its stage's line."""
     wrong = []
+    try:
+        recipe.serving.check_task(opened.session.context.task.name)
+    except UserError as error:
+        wrong.append(f"{path}: serving.{error}")
     if opened.checkpoint is None:
         try:
             check_teaching(opened.session, recipe, None)

@@ -36,7 +36,8 @@ def predict(
         name = running.model(model or running.default_model).name
         with running.client(store) as client:
             task = find_task(client.describe(name)["task"])
-            answer = client.predict(name, data, headers=task.to_headers({} if k is None else {"k": k}))
+            parameters = dict(task.readable) | ({} if k is None else {"k": k})
+            answer = client.predict(name, data, headers=task.to_headers(parameters))
         if as_json:
             typer.echo(json.dumps(answer))
             return

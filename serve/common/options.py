@@ -17,8 +17,11 @@ from serve.runtime.card.card import Card
 from serve.runtime.card.execution import Execution
 from serve.runtime.card.execution import Option as EngineOption
 from serve.runtime.card.serving import Serving
-from serve.runtime.errors import CardError, UserError, did_you_mean
+from serve.runtime.errors import CardError, RequestError, UserError, did_you_mean
+from serve.runtime.tasks.base import find_task, open_task
 
+#: Settings that are the usual value of a request's parameter, which not every task has.
+_PARAMETERS = ("k", "accept")
 _OWN = frozenset(entry.name for entry in dataclasses.fields(Serving))
 
 
@@ -80,6 +83,11 @@ class ServingOptions(Config):
     )
     k: int = Field(
         default=Serving.k, ge=1, description="Number of classes in an answer, unless the request says otherwise."
+    )
+    accept: Annotated[str, Option(metavar="TYPE", usual="the task's own")] = Field(
+        default=Serving.accept,
+        description="Form of the answer if a request's header Accept leaves it open, such as image/png, or "
+        "'application/json; lists=1' for what TorchServe's image_segmenter gives.",
     )
     instance_limit: int = Field(
         default=Serving.instance_limit, ge=1, description="Largest number of images in one JSON request."
@@ -150,6 +158,18 @@ class ServingOptions(Config):
                 find_engine(name).settings(given)
         return value
 
+    def check_task(self, name: str) -> None:
+        """Check that requests for this task have the parameters whose usual values are set here.
+
+        Raises:
+            UserError: they have not.
+        """
+        task = find_task(name)
+        for setting in _PARAMETERS:
+            if setting in self.model_fields_set and setting not in task.parameters:
+                known = ", ".join(each for each in _PARAMETERS if each in task.parameters) or "none of these"
+                raise UserError(f"{setting}: an answer of {name} does not depend on it; it has {known}")
+
     def over(self, serving: Serving, card: Card) -> Serving:
         """Return ``serving`` with the settings given here.
 
@@ -160,11 +180,14 @@ class ServingOptions(Config):
         Raises:
             UserError: the artifact cannot be served so.
         """
+        self.check_task(card.task)
         given = {name: getattr(self, name) for name in self.model_fields_set if name in _OWN}
         try:
-            return replace(serving, **given, executions=tuple(self._executions(serving.executions, card)))
-        except CardError as error:
+            made = replace(serving, **given, executions=tuple(self._executions(serving.executions, card)))
+            open_task(card).options({}, made)  # the values suit the task
+        except (CardError, RequestError) as error:
             raise UserError(f"{card.name}: {error}") from None
+        return made
 
     def on_gpu(self) -> ServingOptions:
         """Return these options with all GPU executions preferred, after the named engines."""

@@ -18,6 +18,7 @@ from serve.load.histogram import Histogram
 from serve.load.http_connection import BrokenWireError, Wire, stages
 from serve.load.plan import Plan, Result
 from serve.load.workload import Item, Workload, request_bytes
+from serve.runtime.tasks.base import find_task
 
 # Seconds after which an idle connection is opened again. Servers close idle ones (uvicorn after 5 s), and a request
 # sent at that moment would count as lost.
@@ -44,7 +45,9 @@ class _Run:
         self._weights = [item.weight for item in self._items]
         target = plan.target
         host = "localhost" if target.address.startswith("unix:") else target.address
-        self._requests = {item.name: request_bytes(item, target.path, host, target.headers) for item in workload.items}
+        task = find_task(workload.task)
+        headers = {**target.headers, **task.to_headers(task.readable)}
+        self._requests = {item.name: request_bytes(item, target.path, host, headers) for item in workload.items}
         if len(self._requests) < len(self._items):
             raise ValueError("two items have the same name")
         self._selector = selectors.DefaultSelector()

@@ -59,7 +59,9 @@ class Running:
 
 
 @contextmanager
-def run_server(root: Path, artifact: Path | None = None, engine: str = "onnxruntime") -> Iterator[Running]:
+def run_server(
+    root: Path, artifact: Path | None = None, engine: str = "onnxruntime", **options: Any
+) -> Iterator[Running]:
     """Models ``small`` in two versions, and ``narrow``: one request of it may wait, and it passed something over.
 
     They are a classifier, unless there is an artifact, which the engine opens.
@@ -69,10 +71,10 @@ def run_server(root: Path, artifact: Path | None = None, engine: str = "onnxrunt
     token_file.write_text(f"{TOKEN}\n")
     token_file.chmod(0o600)
     execution = Execution(engine, threads=1)
-    rules = Serving((execution,), k=2, batch_size=4, instance_limit=8)
+    rules = Serving((execution,), k=2, batch_size=4, instance_limit=8, **options)
 
     def served(name: str, version: str, queue: int, *passed: PassedOver) -> Served:
-        predictor = Predictor(folder, execution, max_batch=4, passed_over=passed)
+        predictor = Predictor(folder, execution, max_batch=4, passed_over=passed, serving=rules)
         service = Service(predictor, rules, decode_threads=1, queue_limit=queue)
         return Served(name=name, version=version, predictor=predictor, serving=rules, service=service)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +24,7 @@ from serve.asgi.http.messages import (
     slow_body,
     try_again,
 )
+from serve.runtime.errors import Refusal
 from serve.runtime.service.observation import Observation, request_id
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from serve.asgi.http.served_models import Models, Served
     from serve.runtime.service.pending_request import Answered
     from serve.runtime.service.protocol import Request
+    from serve.runtime.tasks.base import Outcome, Task
 
 # For a connection without the `GONE` extension. Most answers take a few milliseconds. The task that waits for a
 # disconnect starts later: it would hold Python's lock just when the engine's thread wakes up for the request.
@@ -225,6 +227,10 @@ class Call:
         """
         self._held.check_answer(size)
         self._keep(size)
+
+    def keep_answers(self, task: Task, outcomes: Sequence[Outcome]) -> None:
+        """Count the bytes of the answers to a request that is going to be written; see `keep_answer`."""
+        self.keep_answer(sum(task.body_bytes(outcome) for outcome in outcomes if not isinstance(outcome, Refusal)))
 
     async def ask(self, served: Served, request: Request) -> Answered:
         """Have a request answered, unless its deadline passes or its client disconnects. Read the body first.

@@ -57,6 +57,7 @@ async def predict(call: Call) -> Response:
     except RequestError as error:
         raise bad_request(error) from None
     answered = await call.ask(served, request)
+    call.keep_answers(served.predictor.task, answered.outcomes)
     return await written_answer(served.predictor.task, request, answered.outcomes)
 
 

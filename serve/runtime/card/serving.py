@@ -27,6 +27,7 @@ _LARGEST_FILE = 1 << 20  # characters
 MOST_BYTES: Final = 4 * _LARGEST_FILE
 _MOST = 1 << 20  # upper limit of every count here
 _LONGEST_S = 7 * 24 * 3600
+_ACCEPT = re.compile(r"[ -~]{0,200}")
 _DECODER = re.compile(r"[a-z][a-z0-9-]{0,63}")
 
 
@@ -48,6 +49,7 @@ class Serving:
         response_timeout_s: seconds for a batch. After that the worker is restarted.
         startup_timeout_s: seconds for a worker to load and warm up.
         k: default number of classes in an answer.
+        accept: the header ``Accept`` of requests that leave the form of the answer open. Empty: the task's own form.
         instance_limit: most images in one JSON request.
         budget: what decoding may cost.
         evidence: measured accuracy of executions, not only of those above. It changes nothing.
@@ -64,6 +66,7 @@ class Serving:
     response_timeout_s: int = 60
     startup_timeout_s: int = 600
     k: int = 5
+    accept: str = ""
     instance_limit: int = 64
     budget: Budget = SERVING
     evidence: tuple[Evidence, ...] = ()
@@ -89,14 +92,22 @@ class Serving:
             fields.whole(f"serving: {name}", getattr(self, name), 1, _MOST)
         for name in ("response_timeout_s", "startup_timeout_s"):
             fields.whole(f"serving: {name}", getattr(self, name), 1, _LONGEST_S)
-        if not isinstance(self.decoder, str) or not _DECODER.fullmatch(self.decoder):
-            raise CardError(f"serving: decoder must be a word of a-z, 0-9 and '-', found {fields.shown(self.decoder)}")
+        self._check_words()
         if not isinstance(self.budget, Budget):
             raise CardError(f"serving: budget must be a JSON object, found {fields.shown(self.budget)}")
         for entry in fields.sequence("serving: evidence", self.evidence):
             if not isinstance(entry, Evidence):
                 raise CardError(f"serving: evidence must be a list of JSON objects, found {fields.shown(entry)}")
         fields.whole("serving: schema", self.schema, SCHEMA, SCHEMA)
+
+    def _check_words(self) -> None:
+        if not isinstance(self.decoder, str) or not _DECODER.fullmatch(self.decoder):
+            raise CardError(f"serving: decoder must be a word of a-z, 0-9 and '-', found {fields.shown(self.decoder)}")
+        if not isinstance(self.accept, str) or not _ACCEPT.fullmatch(self.accept):
+            raise CardError(
+                "serving: accept must be the value of a header, at most 200 printable characters of ASCII, found "
+                f"{fields.shown(self.accept)}"
+            )
 
     @property
     def decoding_threads(self) -> int:

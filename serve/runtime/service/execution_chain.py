@@ -16,7 +16,8 @@ from ..card.serving import SERVING_FILE, Serving, read_serving
 from ..decoders.base import CPU, open_decoder
 from ..device.buckets import warm_sizes
 from ..engines.base import execution_id, find_engine, unavailable
-from ..errors import CardError, EngineError, PipelineError, UserError, message_of
+from ..errors import CardError, EngineError, PipelineError, RequestError, UserError, message_of
+from ..tasks.base import open_task
 from .predictor import PassedOver, Predictor
 
 _LOG = logging.getLogger(__name__)
@@ -46,6 +47,10 @@ def open_served(folder: Path, gpu: int | None) -> tuple[Predictor, Serving]:
     serving = read_serving(folder)
     if serving is None:
         raise CardError(f"{folder}: there is no {SERVING_FILE}, which lists its engines; pack it again")
+    try:
+        open_task(card).options({}, serving)
+    except RequestError as error:
+        raise CardError(f"{folder / SERVING_FILE}: {error}") from None
     predictor = first_working(
         card.name, serving, lambda execution, passed: _open(folder, execution, gpu, serving, passed)
     )
@@ -106,7 +111,14 @@ def _open(
         raise EngineError(reason)
     # Before anything runs. Else the threads of a previously tried engine would stay.
     settle(execution, computes_with_torch=find_engine(execution.engine).computes_with_torch)
-    predictor = Predictor(folder, execution, max_batch=serving.batch_size, budget=serving.allowance, passed_over=passed)
+    predictor = Predictor(
+        folder,
+        execution,
+        max_batch=serving.batch_size,
+        budget=serving.allowance,
+        passed_over=passed,
+        serving=serving,
+    )
     predictor.accuracy = evidence_for(serving.evidence, execution)
     predictor.warm_up(warm_sizes(execution.buckets, serving.batch_size), repeats=2)
     return predictor

@@ -17,6 +17,7 @@ import torch
 from ..card.budget import Budget
 from ..card.card import Card, Preprocessing, load_card
 from ..card.execution import Execution
+from ..card.serving import Serving
 from ..decoders.base import CPU, Decoder
 from ..device.device_faults import device_answers, is_lost, lacks_memory
 from ..device.device_turns import turn_at
@@ -95,6 +96,7 @@ class Predictor(Described):
         budget: what decoding may cost. By default each image is limited, but requests are not.
         passed_over: executions that were tried before, for `describe`.
         decoder: decodes the images that it accepts. None: only the runtime's own decoder.
+        serving: the serving settings, if answers may need more than the task's usual ending. None: they do not.
 
     Raises:
         CardError: the artifact is incomplete.
@@ -111,6 +113,7 @@ class Predictor(Described):
         budget: Budget | None = None,
         passed_over: tuple[PassedOver, ...] = (),
         decoder: Decoder | None = None,
+        serving: Serving | None = None,
     ) -> None:
         self.card: Card = load_card(folder)
         self.task: Task = open_task(self.card)
@@ -120,7 +123,11 @@ class Predictor(Described):
         self.decoder = decoder
         self.accuracy: dict[str, Any] | None = None
         self.execution = execution or preferred(self.card, "cpu")
-        self.engine: Engine = open_engine(folder, self.card.ended, self.execution)
+        wide = serving is not None and self.task.widely(serving)
+        # What answers are made of: the card whose outputs the engine returns, and the ending behind them.
+        self._answering = self.card if wide else self.card.ended
+        self._ending = self.task.wide_ending if wide else None if self.card.ending else self.task.ending
+        self.engine: Engine = open_engine(folder, self._answering, self.execution)
         self._folder = folder
         self.device = self.engine.device
         self.seconds: dict[int, float] = {}
@@ -142,7 +149,7 @@ class Predictor(Described):
         Raises:
             EngineError: the engine returns another number of outputs.
         """
-        return self._run(self.engine, self.card.ended, images, None if self.card.ending else self.task.ending)
+        return self._run(self.engine, self._answering, images, self._ending)
 
     def outputs(self, images: torch.Tensor | Sequence[torch.Tensor]) -> Outputs:
         """Return the network's outputs, which the card names, on the host, floats as ``float32``.
@@ -154,7 +161,8 @@ class Predictor(Described):
     @functools.cached_property
     def _network(self) -> Engine:
         """The engine that returns the network's own outputs."""
-        return open_engine(self._folder, self.card, self.execution) if self.card.ending else self.engine
+        same = self._answering == self.card
+        return self.engine if same else open_engine(self._folder, self.card, self.execution)
 
     def _run(
         self,

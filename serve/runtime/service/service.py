@@ -85,7 +85,7 @@ class Service:
             together=predictor.decoder.batch if predictor.decoder is not None else 1,
             decode_threads=self.decode_threads,
             hands_over=predictor.decoder is not None,
-            answer_bytes=predictor.task.answer_bytes,
+            answer_bytes=predictor.task.answer_bytes(serving),
         )
         self._lock = self._queues.lock
         self._all_answered = threading.Condition(self._lock)

@@ -52,12 +52,11 @@ class Task(ABC):
         parameters: names of the parameters that it reads.
         headers: names of HTTP headers, in lower case, and the parameter that each carries.
         complete: parameters of a request for a whole answer, which can be compared with others.
+        readable: parameters of a request whose answer `lines` and `fault` can read, whatever the archive's defaults.
         ended: names of the tensors that `ending` returns. Empty: answers are made of the outputs as they are.
         card: the artifact's card.
         reading: for clients that get the network's outputs themselves: what these are, and how to read them.
         tensors: the outputs in the Open Inference Protocol, by name.
-        answer_bytes: bytes of an answer that waits for the others of its request. They count in the budget, like pixels
-            that are not decoded yet. 0: so few that they need not be counted.
 
     Args:
         card: the artifact's card.
@@ -70,13 +69,13 @@ class Task(ABC):
     parameters: ClassVar[tuple[str, ...]] = ()
     headers: ClassVar[Mapping[str, str]] = {}
     complete: ClassVar[Mapping[str, str]] = {}
+    readable: ClassVar[Mapping[str, str]] = {}
     ended: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, card: Card) -> None:
         self.card = card
         self.reading = f"the outputs {', '.join(card.outputs)}"
         self.tensors: Mapping[str, TensorType] = {}
-        self.answer_bytes = 0
 
     def described(self) -> dict[str, Any]:
         """Return facts for the ``describe`` endpoint, as JSON values."""
@@ -119,6 +118,17 @@ class Task(ABC):
     def size(self, options: Any) -> int:
         """Return about how many values an answer has. A thread writes long answers."""
 
+    def widely(self, serving: Serving) -> bool:
+        """Return whether answers may need `wide_ending`, so that the network's own outputs are read."""
+        return False
+
+    def answer_bytes(self, serving: Serving) -> int:
+        """Return the bytes of an answer that waits for the others of its request.
+
+        They count in the budget, like pixels that are not decoded yet. 0: so few that they need not be counted.
+        """
+        return 0
+
     # Answers.
 
     @staticmethod
@@ -130,12 +140,17 @@ class Task(ABC):
         """
         return outputs
 
+    @classmethod
+    def wide_ending(cls, outputs: Outputs) -> Outputs:
+        """Return what `ending` does, and further tensors for `answers`. No file has this ending."""
+        return cls.ending(outputs)
+
     @abstractmethod
     def answers(self, outputs: Outputs, options: Sequence[Any], placements: Sequence[Placement]) -> list[Outcome]:
         """Return an outcome for each image of a batch.
 
         Args:
-            outputs: what `ending` returns, on the host, floats as ``float32``.
+            outputs: what `ending` or `wide_ending` returns, on the host, floats as ``float32``.
             options: the options for each image.
             placements: how each picture lies on the network's input.
         """
@@ -176,6 +191,10 @@ class Task(ABC):
         Raises:
             RequestError: one tensor cannot hold these answers.
         """
+
+    def body_bytes(self, answer: Any) -> int:
+        """Return about how many bytes writing an answer takes. 0: so few that they need not be counted."""
+        return 0
 
     def tensor_size(self, name: str, answers: Sequence[Any]) -> int:
         """Return about how many values a `tensor` of these answers has. 0: so few that they need not be counted."""

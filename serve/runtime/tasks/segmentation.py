@@ -2,7 +2,10 @@
 
 A request's header ``Accept`` chooses the form: JSON with a PNG in base64 (the default), ``application/json; rle=1``
 for COCO's run lengths in place of the PNG, or ``image/png`` for the PNG alone. Several images in one request are
-answered in JSON.
+answered in JSON. The serving setting ``accept`` is the header of requests that leave the form open.
+
+With ``application/json; lists=1`` as that setting, an answer is what TorchServe's own image_segmenter gives: the class
+and its probability for each pixel of the network's input, ``[H, W, 2]``.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ if TYPE_CHECKING:  # see `base`
     from ..outputs import Outputs
 
 ClassMap = NDArray[np.uint8]
-#: ``png`` and ``rle`` in JSON, and the PNG alone.
-Form = Literal["png", "rle", "image"]
+#: ``png``, ``rle`` and ``lists`` in JSON, and the PNG alone.
+Form = Literal["png", "rle", "lists", "image"]
 
 #: The value of pixels that the network does not see, because the preprocessing crops them.
 UNSEEN: Final = 255
@@ -45,6 +48,8 @@ TOLERANCE: Final = 0.05
 
 _NOT_FINITE = Refusal(500, "the network returned NaN or infinity for the image")
 _JSON, _PNG = "application/json", "image/png"
+#: About so many bytes of memory writing a pixel as lists takes: two numbers of 24, their texts, and brackets.
+_LIST_BYTES = 120
 # Writing an answer takes milliseconds, so a thread does it; see `Task.size`.
 _LONG = 1 << 20
 
@@ -64,11 +69,13 @@ class Segmented:
         seen: the classes of the network's input, ``uint8 (h, w)``.
         form: see `Form`.
         placement: how the picture lies on that input. None: they are the same.
+        sure: the probability of each class of ``seen``, ``float32 (h, w)``. None: it is not known.
     """
 
     seen: ClassMap
     form: Form = "png"
     placement: Placement | None = None
+    sure: NDArray[np.float32] | None = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -126,7 +133,8 @@ class Segmentation(Task):
     name = "segmentation"
     parameters = ("accept",)
     headers: ClassVar[Mapping[str, str]] = {"accept": "accept"}
-    complete: ClassVar[Mapping[str, str]] = {"accept": _JSON}
+    complete: ClassVar[Mapping[str, str]] = {"accept": f"{_JSON}; rle=0"}
+    readable = complete
     ended = ("classes", "total")
 
     def __init__(self, card: Card) -> None:
@@ -139,15 +147,26 @@ class Segmentation(Task):
         if card.ending:
             self.reading += ". `classes` has the winner of each pixel, so ask for this output alone"
         self.tensors = {"mask": TensorType("UINT8", (-1, -1))}
-        self.answer_bytes = math.prod(card.preprocessing.crop)
 
     def described(self) -> dict[str, Any]:
         """Return the names of the classes in the order of a map's values."""
         return {"classes": list(self.card.classes), "unseen": UNSEEN}
 
     def options(self, parameters: Mapping[str, Any], serving: Serving | None = None) -> Form:
-        """Return the form that the header ``Accept`` prefers. If it names none of the three, it is JSON with a PNG."""
-        return preferred(str(parameters.get("accept", "")))
+        """Return the form that the header ``Accept`` prefers, or that of the serving settings if it names none."""
+        usual = "png" if serving is None else preferred(serving.accept)
+        form = preferred(str(parameters.get("accept", "")), usual)
+        if form == "lists" and usual != "lists":
+            raise RequestError("Accept: lists=1 is only for an archive whose serving setting accept says so")
+        return form
+
+    def widely(self, serving: Serving) -> bool:
+        """See `Task`. Lists have the probability of each class."""
+        return preferred(serving.accept) == "lists"
+
+    def answer_bytes(self, serving: Serving) -> int:
+        """Return a byte for each pixel of the network's input, or five with probabilities."""
+        return math.prod(self.card.preprocessing.crop) * (5 if self.widely(serving) else 1)
 
     def size(self, options: Form) -> int:
         """Return a number that makes any answer a long one."""
@@ -163,15 +182,23 @@ class Segmentation(Task):
         # torch's `max` takes a fifth of the time of `argmax` (2.14, CPU).
         return logits.max(1)[1].byte(), logits.flatten(1).float().sum(1)
 
+    @classmethod
+    def wide_ending(cls, outputs: Outputs) -> Outputs:
+        """Return what `ending` does, and the probability of each of these classes, ``float32 (N, H, W)``."""
+        logits = outputs[0].float()
+        return *cls.ending(outputs), (logits.amax(1) - logits.logsumexp(1)).exp()
+
     def answers(self, outputs: Outputs, options: Sequence[Form], placements: Sequence[Placement]) -> list[Outcome]:
         """Return the class map of each image. It is scaled to the picture's size while it is written."""
-        maps, totals = outputs
-        return [
-            Segmented(classes.copy(), form, placement) if finite else _NOT_FINITE  # a part would keep the whole batch
-            for classes, form, placement, finite in zip(
-                maps.numpy(), options, placements, totals.isfinite().tolist(), strict=True
-            )
-        ]
+        maps, totals, *sure = outputs
+        found: list[Outcome] = []
+        for place, finite in enumerate(totals.isfinite().tolist()):
+            form = options[place]
+            # A part of a tensor would keep the whole batch.
+            own = sure[0][place].numpy().copy() if form == "lists" and sure else None
+            classes = maps[place].numpy().copy()
+            found.append(Segmented(classes, form, placements[place], own) if finite else _NOT_FINITE)
+        return found
 
     def body(self, answer: Segmented) -> tuple[bytes, str]:
         """See `Task`. It may be the PNG alone."""
@@ -182,7 +209,11 @@ class Segmentation(Task):
 
         ``{"height": …, "width": …, "classes": [{"label", "index", "share"}, …], "unseen": …, "mask": "<base64>"}``.
         With run lengths each class has ``rle`` instead of the mask. ``unseen`` is the share of pixels without a class.
+        Lists are ``[[[class, probability], …], …]``, row by row of the network's input.
         """
+        if answer.form == "lists" and answer.sure is not None:
+            lines = zip(answer.seen.astype(np.float32), answer.sure, strict=True)
+            return f"[{', '.join(json.dumps(np.stack(line, 1).tolist()) for line in lines)}]"
         height, width = answer.size
         counts = answer.counts()
         shares = (counts / max(1, height * width)).round(6).tolist()
@@ -218,6 +249,10 @@ class Segmentation(Task):
             for rows, strip in answer.strips():
                 own[rows] = strip
         return answers[0].size, maps.ravel()
+
+    def body_bytes(self, answer: Segmented) -> int:
+        """See `Task`. Only lists take many."""
+        return answer.seen.size * _LIST_BYTES if answer.form == "lists" else 0
 
     def tensor_size(self, name: str, answers: Sequence[Segmented]) -> int:
         """Return the number of pixels."""
@@ -256,13 +291,18 @@ class Segmentation(Task):
         return f"{share:.2%} of the pixels have another class" if share > tolerance else ""
 
 
-def preferred(accept: str) -> Form:
-    """Return the form that an ``Accept`` header prefers (RFC 9110, 12.5.1). Unknown types count as ``*/*``.
+def preferred(accept: str, usual: Form = "png") -> Form:
+    """Return the form that an ``Accept`` header prefers (RFC 9110, 12.5.1).
+
+    Args:
+        accept: the header's value.
+        usual: the form for unknown types, which count as ``*/*``, and for JSON without ``rle`` and ``lists``, if it is
+            one in JSON.
 
     Raises:
-        RequestError: a quality or ``rle`` is not a number of its range.
+        RequestError: a quality, ``rle`` or ``lists`` is not a number of its range.
     """
-    best, found = 0.0, "png"
+    best, found = 0.0, usual
     for part in accept.split(",")[:32]:
         kind, *words = (word.strip().lower() for word in part.split(";"))
         settings = dict(word.partition("=")[::2] for word in words)
@@ -272,12 +312,25 @@ def preferred(accept: str) -> Form:
             quality = -1.0
         if not 0 <= quality <= 1:
             raise RequestError(f"Accept: the quality q must be a number from 0 to 1, got {part.strip()[:40]!r}")
-        if settings.get("rle", "0") not in ("0", "1"):
-            raise RequestError(f"Accept: rle must be 0 or 1, got {part.strip()[:40]!r}")
+        asked = {form: settings.get(form) for form in ("rle", "lists")}
+        for name, value in asked.items():
+            if value not in (None, "0", "1"):
+                raise RequestError(f"Accept: {name} must be 0 or 1, got {part.strip()[:40]!r}")
         if kind and quality > best:
             best = quality
-            found = "image" if kind == _PNG else "rle" if kind == _JSON and settings.get("rle") == "1" else "png"
-    return found  # type: ignore[return-value]
+            found = usual if kind != _PNG else "image"
+            if kind == _JSON:
+                found = _of_json(asked, usual)
+    return found
+
+
+def _of_json(asked: Mapping[str, str | None], usual: Form) -> Form:
+    """Return the form of JSON with the parameters ``rle`` and ``lists``, which may be missing."""
+    if asked["lists"] == "1":
+        return "lists"
+    if asked["rle"] == "1":
+        return "rle"
+    return "png" if usual == "image" or set(asked.values()) != {None} else usual
 
 
 def palette() -> list[int]:

@@ -137,6 +137,7 @@ def test_the_options_are_written_where_torchserve_and_the_handler_read_them(tmp_
         "response_timeout_s": 8,
         "startup_timeout_s": 600,
         "k": 1,
+        "accept": "",
         "instance_limit": 9,
         "budget": {
             "image_pixels": 1000,

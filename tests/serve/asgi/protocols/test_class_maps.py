@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,14 @@ import tritonclient.grpc as triton
 from PIL import Image
 from ts.context import RequestProcessor
 
+from serve.common.options import ServingOptions
 from serve.runtime.card.card import read_card
+from serve.runtime.card.execution import Execution
+from serve.runtime.card.serving import Serving
+from serve.runtime.errors import CardError, UserError
 from serve.runtime.images.image_preprocessing import load
+from serve.runtime.service.service import open_service
+from serve.torchserve.archive_builder import build_archive
 from tests.serve import artifacts
 from tests.serve.own_server import Running, bearer, run_server
 from tests.serve.torchserve.test_handler import context_of, opened
@@ -113,6 +120,80 @@ def test_the_open_inference_protocol_has_one_tensor_of_a_request(server: Running
     refused = post(server, "/v2/models/small/infer", json={"inputs": [mixed]})
     assert refused.status_code == 400
     assert "the pictures have different sizes" in refused.json()["error"]
+
+
+LISTS = "application/json; lists=1"
+
+
+def as_stock(artifact: Path, picture: bytes) -> Any:
+    """What TorchServe's image_segmenter makes of the network's output: class and probability of each of its pixels."""
+    network = torch.jit.load(str(artifact / "model.pt"))
+    pixels = load(picture, read_card(artifact).preprocessing)[None].float() / 255
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    with torch.inference_mode():
+        best = torch.max(torch.softmax(network((pixels - mean) / std), dim=1), dim=1)
+    return torch.stack([best.indices.float(), best.values], dim=3)[0].numpy()
+
+
+def test_an_archive_may_answer_as_the_stock_segmenter_and_both_servers_alike(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    context = context_of(artifact, tmp_path, None, batch_size=1, accept=LISTS)
+    handler = opened(context)
+    context.request_processor = [RequestProcessor({})]
+    (body,) = handler.handle([{"body": PICTURE}], context)
+    assert context.get_response_content_type(0) == "application/json"
+    wanted = as_stock(artifact, PICTURE)
+    assert wanted.shape == (32, 32, 2)
+    with run_server(tmp_path / "own", artifact, "torchscript", accept=LISTS) as server:
+        own = post(server, "/predictions/small", content=PICTURE)
+        assert own.content == body
+        np.testing.assert_allclose(own.json(), wanted, atol=1e-6)
+        sent = {"instances": [{"b64": base64.b64encode(PICTURE).decode()}] * 2}
+        found = post(server, "/v1/models/small:predict", json=sent).json()["predictions"]
+        np.testing.assert_allclose(found, [own.json()] * 2, atol=1e-6)
+        for accept, field in (("application/json; rle=0", "mask"), ("application/json; rle=1", "height")):
+            assert field in post(server, "/predictions/small", content=PICTURE, headers={"accept": accept}).json()
+        alone = post(server, "/predictions/small", content=PICTURE, headers={"accept": "image/png"})
+        np.testing.assert_array_equal(in_png(alone.content), expected(artifact, PICTURE))
+        server.application.held.limit = 100_000
+        refused = post(server, "/predictions/small", content=PICTURE)
+        assert refused.status_code == 413
+
+
+def test_lists_are_refused_where_the_archive_does_not_say_so(server: Running) -> None:
+    refused = post(server, "/predictions/small", content=PICTURE, headers={"accept": LISTS})
+    assert refused.status_code == 400
+    assert refused.json()["error"] == "Accept: lists=1 is only for an archive whose serving setting accept says so"
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("segmentation", {"accept": "image/png;q=2"}, "Accept: the quality q must be a number from 0 to 1"),
+        ("segmentation", {"k": 3}, "k: an answer of segmentation does not depend on it; it has accept"),
+        (
+            "classification",
+            {"accept": "*/*"},
+            "accept: an answer of classification does not depend on it; it has k",
+        ),
+        ("segmentation", {"accept": "image/png\n"}, "printable characters of ASCII"),
+    ],
+)
+def test_settings_that_the_task_does_not_have_are_refused(
+    artifact: Path, tmp_path: Path, task: str, options: dict[str, Any], message: str
+) -> None:
+    folder = artifact if task == "segmentation" else artifacts.torchscript(tmp_path / "classifier")
+    with pytest.raises(UserError, match=message) as caught:
+        build_archive(folder, tmp_path / "x.mar", model_name="x", options=ServingOptions(**options))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_packed_value_that_means_nothing_fails_when_the_archive_is_opened(artifact: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(artifact, folder)
+    (folder / "serving.json").write_text(Serving((Execution("torchscript"),), accept="image/png;q=x").text)
+    with pytest.raises(CardError, match=r"serving\.json: Accept: the quality q must be"):
+        open_service(folder, None)
 
 
 LARGE = artifacts.jpeg(5, (1100, 1000))

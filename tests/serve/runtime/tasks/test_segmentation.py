@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from serve.runtime.card.card import Preprocessing
+from serve.runtime.card.execution import Execution
 from serve.runtime.card.known_answer import KnownAnswer
+from serve.runtime.card.serving import Serving
 from serve.runtime.errors import CardError, Refusal, RequestError
 from serve.runtime.images.placement import Placement
 from serve.runtime.tasks.base import Task
@@ -170,7 +172,7 @@ def test_an_answer_does_not_keep_the_maps_of_its_batch() -> None:
     first, *_ = TASK.answers(outputs, ["png"] * 8, [WIDE] * 8)
     assert isinstance(first, Segmented)
     assert first.seen.base is None
-    assert TASK.answer_bytes == 16
+    assert TASK.answer_bytes(Serving((Execution("any"),))) == 16
 
 
 def test_long_runs_take_several_characters() -> None:
@@ -200,6 +202,19 @@ def test_the_header_accept_chooses_the_form(accept: str, form: str) -> None:
     assert TASK.options(TASK.from_headers({"accept": accept})) == form
 
 
+@pytest.mark.parametrize("usual", ["png", "rle", "lists", "image"])
+def test_the_usual_form_answers_what_leaves_it_open(usual: Any) -> None:
+    for accept in ("", "*/*", "text/html", "application/*"):
+        assert preferred(accept, usual) == usual
+    assert preferred("application/json", usual) == ("png" if usual == "image" else usual)
+    for accept in ("application/json; rle=0", "application/json;lists=0"):
+        assert preferred(accept, usual) == "png"
+    assert preferred("application/json; rle=1", usual) == "rle"
+    assert preferred("application/json; lists=1", usual) == "lists"
+    assert preferred("image/png", usual) == "image"
+    assert TASK.options(TASK.readable, Serving((Execution("any"),), accept="image/png")) == "png"
+
+
 @given(st.text(max_size=40))
 def test_any_accept_is_a_form_or_refused(accept: str) -> None:
     try:
@@ -207,7 +222,7 @@ def test_any_accept_is_a_form_or_refused(accept: str) -> None:
     except RequestError as error:
         assert len(str(error).splitlines()) == 1  # noqa: PT017 - most texts are no error
     else:
-        assert form in ("png", "rle", "image")
+        assert form in ("png", "rle", "lists", "image")
 
 
 @pytest.mark.parametrize("accept", ["image/png;q=2", "image/png;q=x", "application/json;rle=2", "*/*;q=nan"])
