@@ -12,9 +12,11 @@ from pydantic import Field
 from torch import fx, nn
 
 from optimize.context import Context
+from optimize.errors import PassError
 from optimize.passes.base import Pass, register
 from optimize.quantization.choices import Chosen, check_choices, resolve
 from optimize.quantization.convert import trace_calls, write_reference
+from optimize.quantization.gate import DisagreementError
 from optimize.quantization.lowering.integer_biases import round_biases
 from optimize.quantization.observer_choice import Observer
 from optimize.quantization.pt2e import (
@@ -28,6 +30,7 @@ from optimize.quantization.pt2e import (
     weighted_layers,
 )
 from optimize.quantization.ranges import Granularity, WeightObserver
+from optimize.quantization.refusal_advice import advice
 from optimize.quantization.static import FrontEnd, Static, fx_front_end, observing, quantize
 from optimize.quantization.targets import target_named
 from optimize.store.artifact import Artifact, Product
@@ -91,7 +94,12 @@ def check(build: Callable[[], nn.Module], config: Ptq) -> None:
 def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Product:
     chosen = resolve(next(parent.line()).module, config)
     front = (_fx if config.front_end == "fx" else _pt2e)(parent.module, config, chosen, context.example())
-    return quantize(parent, config, chosen, context, folder, front=front)
+    try:
+        return quantize(parent, config, chosen, context, folder, front=front)
+    except DisagreementError as error:
+        if config.front_end != "fx":
+            raise
+        raise PassError(f"{error}; {advice(parent, config, context)}") from None
 
 
 PTQ = register(

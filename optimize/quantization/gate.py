@@ -30,6 +30,10 @@ IMAGES = 32
 _KERNELS_AGREE, _KERNELS_LOSE = 10.0, 6.0
 
 
+class DisagreementError(PassError):
+    """An int8 artifact gives other answers than its source."""
+
+
 class Gate(Config):
     """The agreement with its source below which an int8 artifact counts as broken."""
 
@@ -64,14 +68,15 @@ def check_answers(
         A note of the result.
 
     Raises:
-        PassError: they agree too little, or ``found`` is not finite.
+        DisagreementError: they agree too little.
+        PassError: ``found`` is not finite.
     """
     _require_finite(found, parties)
     alike = task.likeness(as_outputs(expected), as_outputs(found))
     ratios = dict(zip(names, each_sqnr(expected, found), strict=True))
     note = f"{parties}: {_spelled(ratios)}, {alike.said}"
     if min(ratios.values()) < gate.min_sqnr or alike.share < gate.min_agreement:
-        raise PassError(
+        raise DisagreementError(
             f"{note}; this is broken (min_sqnr is {gate.min_sqnr:g} dB, min_agreement {gate.min_agreement:g})"
         )
     return note

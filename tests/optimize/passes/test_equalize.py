@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -276,8 +277,18 @@ def test_tensors_of_very_different_ranges_that_are_joined_get_similar_ones_and_i
     assert effect.after < 4
     levelled = trace(copy.deepcopy(module))
     level(levelled, images)
-    with pytest.raises(PassError, match="this is broken"):
+    with pytest.raises(PassError, match="this is broken") as refused:
         applied(PTQ, Ptq(images=16), parent, context, tmp_path / "refused")
+    # The proposals are tried below.
+    held = re.search(
+        r"layers lose most: after \((-?[\d.]+) dB\).* this holds: equalize before it, ([\d.]+) dB; or "
+        r"keep_float: \[after\], ([\d.]+) dB$",
+        str(refused.value),
+    )
+    assert held, refused.value
+    assert float(held[1]) < 20
+    mixed = applied(PTQ, Ptq(images=16, keep_float=["after"]), parent, context, tmp_path / "mixed")
+    assert decibels(expected, run(mixed, images)) == pytest.approx(float(held[3]), abs=2)
     base = parent_of(levelled, context, tmp_path / "levelled")
     quantized = applied(PTQ, Ptq(images=16), base, context, tmp_path / "int8")
     assert decibels(expected, run(quantized, images)) > 30
