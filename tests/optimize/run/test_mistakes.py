@@ -175,6 +175,13 @@ def test_what_is_said_of_trainings_is_refused_where_nothing_is_trained(words: tu
     assert not (tmp_path / "store").exists()
 
 
+def test_a_setting_of_serving_that_the_task_does_not_have_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("stages: [{pass: fuse}]\nserving: {accept: image/png}\n")
+    said = refused("run", f"{TINY_NET}:tiny", "--recipe", recipe, "--store", tmp_path / "store")
+    assert said == f"error: {recipe}: serving.accept: an answer of classification does not depend on it; it has k"
+
+
 def test_a_class_whose_name_no_card_can_hold_is_refused_when_the_data_is_opened(tmp_path: Path) -> None:
     for label in (b"gr\xfcn", b"rot"):  # as an archive of another encoding unpacks
         folder = tmp_path / "lights" / os.fsdecode(label)
