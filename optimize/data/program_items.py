@@ -40,17 +40,8 @@ Pair: TypeAlias = tuple[Any, Any]
 #: The names of an image and a target in a batch or an item that has names.
 _IMAGE_NAMES = ("image", "images", "img", "imgs", "pixel_values", "pixels", "x", "input", "inputs", "data")
 _LABEL_NAMES = (
-    "label",
-    "labels",
-    "target",
-    "targets",
-    "y",
-    "class",
-    "classes",
-    "class_id",
-    "class_idx",
-    "mask",
-    "masks",
+    *(name + ending for name in ("label", "target", "mask") for ending in ("", "s")),
+    *("y", "class", "classes", "class_id", "class_idx"),
 )
 
 #: A sampler that draws more batches than this for each row of its data set is taken to be endless.
