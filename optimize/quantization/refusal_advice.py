@@ -8,7 +8,6 @@ from typing import Final
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from optimize.context import Context
 from optimize.errors import PassError
@@ -26,6 +25,7 @@ from serve.runtime.outputs import Answer, Outputs, as_outputs
 #: So many layers are named, and so many of the worst ones are tried in float. Each trial calibrates once.
 _NAMED: Final = 3
 _TRIED: Final = (1, 2, 4, 8)
+_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class _Trials:
@@ -73,7 +73,7 @@ class _Trials:
     def levelled(self) -> nn.Module | None:
         """Return the network with levelled concatenations. None: there is nothing to level."""
         module = trace(self._parent.module())
-        if any(isinstance(layer, _NormBase) for layer in module.modules()):
+        if any(isinstance(layer, _NORMS) for layer in module.modules()):
             return None  # `equalize` comes after `fuse`
         return module if level(module, self._context.example(IMAGES)) else None
 

@@ -43,7 +43,7 @@ class ServingOptions(Config):
     max_batch_delay_ms: int = Field(
         default=Serving.max_batch_delay_ms,
         ge=1,
-        description="Milliseconds that the first request of a batch waits for others; 1 means no wait. Batches form "
+        description="Milliseconds that a batch's first request waits for others; 1 means no wait. Batches form "
         "anyway while a worker is busy, so a longer wait rarely helps.",
     )
     decode_threads: Annotated[int | None, Option(usual="one per core, at most 8")] = Field(
@@ -86,8 +86,7 @@ class ServingOptions(Config):
     )
     accept: Annotated[str, Option(metavar="TYPE", usual="the task's own")] = Field(
         default=Serving.accept,
-        description="Form of the answer if a request's header Accept leaves it open, such as image/png, or "
-        "'application/json; lists=1' for what TorchServe's image_segmenter gives.",
+        description="Header Accept of requests that leave it open.",
     )
     instance_limit: int = Field(
         default=Serving.instance_limit, ge=1, description="Largest number of images in one JSON request."

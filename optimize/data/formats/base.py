@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from optimize.listener import SILENT, Listener
 from serve.common.layout import PLAIN_DATA
-from serve.runtime.errors import UserError, did_you_mean
+from serve.runtime.errors import UserError, did_you_mean, listed
 from serve.runtime.registry import Registry, defined_at
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 #: The option that accepts incomplete data.
 GAPS_FLAG: Final = "--accept-gaps"
+
+#: The format that most folders have.
+_USUAL: Final = "imagefolder"
 
 #: Seeds are below this. Trainings multiply theirs by a million for each process and epoch, and generators take 64 bits.
 SEEDS: Final = 1 << 32
@@ -108,8 +111,8 @@ def open_data(reference: str, *, seed: int = 0, listener: Listener = SILENT, acc
 
 
 def _near(reference: str, word: str, known: Mapping[str, DataFormat]) -> str:
-    """Suggest what may have been meant: for a folder, the formats that open folders."""
+    """Suggest what may have been meant: for a folder, the words to put before it."""
     if Path(reference).is_dir():
-        meant = [f"{entry.name}:{reference}" for entry in known.values() if entry.place == "DIR"]
-        return f" (did you mean {' or '.join(meant)}?)" if meant else ""
+        words = sorted((name for name, entry in known.items() if entry.place == "DIR"), key=_USUAL.__ne__)
+        return f" (did you mean {words[0]}:{reference}? {listed(words[1:])} open folders, too)" if words else ""
     return did_you_mean(word, known)

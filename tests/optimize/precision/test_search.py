@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import shlex
@@ -112,9 +113,7 @@ class Bench:
 
 def opened(store: Path, checkpoint: Path, context: Any, listener: Any = None) -> Bench:
     heard = Heard() if listener is None else listener
-    session = Session(
-        Store(store), resolve_model(f"{TINY_NET}:tiny"), type(context)(**{**vars(context), "listener": heard})
-    )
+    session = Session(Store(store), resolve_model(f"{TINY_NET}:tiny"), dataclasses.replace(context, listener=heard))
     return Bench(session, session.baseline(checkpoint=read_checkpoint(checkpoint)), heard)
 
 
