@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from optimize.models.networks.small import TRAINING, block
 from optimize.models.source import ModelSource
 from optimize.store.sources import source_digest
 
@@ -18,15 +19,7 @@ NAME = "cnn_small"
 #: multiples of 8 (torch 2.14).
 _WIDTHS = (16, 32, 64, 128)
 
-#: Few images make few steps, so a step has few images.
-_TRAINING = {
-    "optimizer": "adamw",
-    "learning_rate": 4e-3,
-    "weight_decay": 0.01,
-    "batch_size": 16,
-    "epochs": 8,
-    "channels_last": True,
-}
+_TRAINING = {**TRAINING, "epochs": 8}
 
 
 def cnn_source() -> ModelSource:
@@ -51,7 +44,7 @@ class CNN(nn.Module):
         super().__init__()
         self.features = nn.Sequential(
             *(
-                nn.Sequential(_block(above, width, stride=2), *([_block(width, width)] if above > 3 else []))
+                nn.Sequential(block(above, width, stride=2), *([block(width, width)] if above > 3 else []))
                 for above, width in zip((3, *_WIDTHS), _WIDTHS, strict=False)
             )
         )
@@ -62,9 +55,3 @@ class CNN(nn.Module):
         """Return a vector for each image."""
         found: torch.Tensor = self.head(torch.flatten(self.pool(self.features(images)), 1))
         return found
-
-
-def _block(into: int, out: int, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(into, out, 3, stride, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU(inplace=True)
-    )

@@ -60,14 +60,18 @@ def level(module: fx.GraphModule, example: torch.Tensor) -> list[Effect]:
     if not joins:
         return []
     levels = _Levels(module)
-    before = {join: _apart(ranges) for join, ranges in _ranges(module, joins, example).items()}
+    before = now = _ranges(module, joins, example)
     for join in joins:
-        ranges = _ranges(module, joins, example)[join]
-        for part, reach in zip(_parts(join), ranges, strict=True):
-            if 0 < _APART * reach <= max(ranges):
-                levels.multiply(part, 2.0 ** math.floor(math.log2(max(ranges) / reach)))
-    after = {join: _apart(ranges) for join, ranges in _ranges(module, joins, example).items()}
-    return [Effect(join.name, FIGURE, before[join], after[join]) for join in joins if after[join] < before[join]]
+        largest = max(now[join])
+        changes = [
+            levels.multiply(part, 2.0 ** math.floor(math.log2(largest / reach)))
+            for part, reach in zip(_parts(join), now[join], strict=True)
+            if 0 < _APART * reach <= largest
+        ]
+        if any(changes):
+            now = _ranges(module, joins, example)
+    pairs = ((join, _apart(before[join]), _apart(now[join])) for join in joins)
+    return [Effect(join.name, FIGURE, first, last) for join, first, last in pairs if last < first]
 
 
 class _Levels:
@@ -77,13 +81,13 @@ class _Levels:
         self._module = module
         self._calls, self._tied = reads_of(module)
 
-    def multiply(self, value: fx.Node, factor: float) -> None:
-        """Multiply a value by a factor and divide it where it is read. Do nothing if something cannot take it."""
+    def multiply(self, value: fx.Node, factor: float) -> bool:
+        """Multiply a value by a factor and divide it where it is read. Return False if something cannot take it."""
         scaling = _Scaling()
         try:
             self._scale(value, scaling)
         except _FixedError:
-            return
+            return False
         for name in scaling.made:
             layer = self._module.get_submodule(name)
             multiply_rows(layer, torch.full((len(_weight(layer)),), factor))
@@ -92,6 +96,7 @@ class _Levels:
             factors = torch.ones(_inputs(layer))
             factors[first:last] = 1 / factor
             multiply_inputs(layer, factors)
+        return True
 
     def _scale(self, value: fx.Node, scaling: _Scaling) -> None:
         """Collect what changes if all of a value is scaled, and nothing else.

@@ -10,8 +10,8 @@ from ..card.card import Card
 from ..card.execution import Execution
 from ..errors import EngineError
 from ..model_files.onnx_file import TINY_GRAPH, check_graph
-from ..model_files.onnx_session import CPU_PROVIDER, cpu_session, run_tiny, wanted_outputs
-from ..outputs import Outputs
+from ..model_files.onnx_session import CPU_PROVIDER, cpu_session, run_tiny
+from ..outputs import Outputs, wanted_outputs
 from .base import Engine, EngineOption, EngineType, register
 
 
@@ -34,7 +34,7 @@ class OnnxRuntimeEngine:
             raise EngineError(f"{card.name}: ONNX Runtime runs this model on {active}, not on {CPU_PROVIDER}")
         self.provider = f"onnxruntime/{active}"
         self._input = self._session.get_inputs()[0].name
-        self._outputs = wanted_outputs(self._session, card)
+        self._outputs = wanted_outputs(card, (output.name for output in self._session.get_outputs()))
 
     def run(self, batch: torch.Tensor) -> Outputs:
         """Return the outputs for a batch."""

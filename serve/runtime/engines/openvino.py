@@ -13,7 +13,7 @@ from ..card.execution import Execution
 from ..errors import EngineError
 from ..model_files.onnx_file import TINY_GRAPH, check_graph
 from ..model_files.telemetry import import_openvino
-from ..outputs import Outputs
+from ..outputs import Outputs, wanted_outputs
 from .base import Engine, EngineOption, EngineType, register
 
 #: Ending of the weights of a graph in OpenVINO's own format (``.xml``).
@@ -33,7 +33,7 @@ class OpenVinoEngine:
         weights = (str(path.with_name(f"{path.name}{_WEIGHTS}")),) if card.format == "openvino" else ()
         try:
             model = library.read_model(str(path), *weights)
-            outputs = _outputs(model, card)
+            outputs = _only_outputs(model, card)
             compiled = library.compile_model(model, "CPU", _properties(model, execution.cores, settings["precision"]))
         except RuntimeError as error:  # the cause is the last line, below places in OpenVINO's own sources (2026.4)
             said = [line for line in str(error).splitlines() if line.strip()]
@@ -71,7 +71,7 @@ def compile_bytes(graph: bytes, threads: int) -> Any:
     return library.compile_model(model, "CPU", _properties(model, threads, "f32"))
 
 
-def _outputs(model: Any, card: Card) -> tuple[str, ...]:
+def _only_outputs(model: Any, card: Card) -> list[str]:
     """Remove the results of a model that the card does not name, and return the names of the others.
 
     A result that nobody reads would still be written, and copied after each call.
@@ -79,13 +79,11 @@ def _outputs(model: Any, card: Card) -> tuple[str, ...]:
     Raises:
         EngineError: the model does not have all of these outputs.
     """
-    names = {name for result in model.outputs for name in result.names}
-    if missing := [name for name in card.outputs if name not in names]:
-        raise EngineError(f"{card.name}: the file has no output {missing[0]!r}")
+    wanted = wanted_outputs(card, (name for result in model.outputs for name in result.names))
     for result in model.get_results():
-        if not result.output(0).names & set(card.outputs):
+        if result.output(0).names.isdisjoint(wanted):
             model.remove_result(result)
-    return card.outputs
+    return wanted
 
 
 def _properties(model: Any, threads: int, precision: str) -> dict[str, Any]:

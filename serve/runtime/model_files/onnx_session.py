@@ -15,7 +15,7 @@ import torch
 
 from ..card.card import Card
 from ..errors import EngineError, one_line
-from ..outputs import Outputs
+from ..outputs import Outputs, wanted_outputs
 from .telemetry import import_onnxruntime
 
 CPU_PROVIDER = "CPUExecutionProvider"
@@ -201,18 +201,6 @@ def run_tiny(session: Any) -> object:
     return answer
 
 
-def wanted_outputs(session: Any, card: Card) -> list[str]:
-    """Return the names of the card's outputs.
-
-    Raises:
-        EngineError: the graph does not have all of them.
-    """
-    names = {output.name for output in session.get_outputs()}
-    if missing := [name for name in card.outputs if name not in names]:
-        raise EngineError(f"{card.name}: the graph has no output {missing[0]!r}")
-    return list(card.outputs)
-
-
 def _kind_of(output: Any) -> tuple[list[int], torch.dtype]:
     """Return the shape for one image and the dtype of a session's output."""
     shape = output.shape[1:]
@@ -242,7 +230,7 @@ class GpuBinding:
         self.input = session.get_inputs()[0].name
         # The name, the shape for one image and the dtype. Only the batch of a graph is dynamic.
         known = {output.name: output for output in session.get_outputs()}
-        self._outputs = [(name, *_kind_of(known[name])) for name in wanted_outputs(session, card)]
+        self._outputs = [(name, *_kind_of(known[name])) for name in wanted_outputs(card, known)]
 
     def run(self, batch: torch.Tensor) -> Outputs:
         """Return the outputs for a batch ``(N, C, H, W)``, both on the device."""

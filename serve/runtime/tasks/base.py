@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 Outcome = Any | Refusal
 
 
+def text_of(value: object) -> str:
+    """Return the value of a request's parameter as text. Bytes are read as UTF-8."""
+    return bytes(value).decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
+
+
 @dataclass(frozen=True)
 class TensorType:
     """One output tensor of the Open Inference Protocol.

@@ -18,7 +18,7 @@ from ..card import fields
 from ..card.card import Card, Probabilities
 from ..display import Described
 from ..errors import CardError, Refusal, RequestError
-from .base import Outcome, Task, TensorType, register
+from .base import Outcome, Task, TensorType, register, text_of
 
 if TYPE_CHECKING:  # see `base`
     import torch
@@ -62,7 +62,7 @@ def parse_k(value: object) -> int:
     Raises:
         RequestError: the value is not a whole number from 1, or has more than nine digits.
     """
-    text = bytes(value).decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
+    text = text_of(value)
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
         raise RequestError(f"k must be a whole number from 1 to {_MOST}, got {text[:40]!r}")
     return int(text)

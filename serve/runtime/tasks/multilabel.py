@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from ..card.card import Card
 from ..display import Described
 from ..errors import CardError, Refusal, RequestError
-from .base import Outcome, TensorType, register
+from .base import Outcome, TensorType, register, text_of
 from .classification import Classification, Label
 
 if TYPE_CHECKING:  # see `base`
@@ -118,7 +118,7 @@ def parse_threshold(value: object) -> float:
     Raises:
         RequestError: it is not a number from 0 to 1.
     """
-    text = bytes(value).decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
+    text = text_of(value)
     try:
         threshold = float(text) if len(text) <= 40 else math.nan
     except ValueError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from ..card import fields
 from ..display import Described
 from ..errors import CardError, Refusal, RequestError
-from .base import Outcome, Task, TensorType, register
+from .base import Outcome, Task, TensorType, register, text_of
 
 if TYPE_CHECKING:  # see `base`
     from ..card.card import Card
@@ -63,7 +63,7 @@ class Regression(Task):
     def options(self, parameters: Mapping[str, Any], serving: Serving | None = None) -> bool:
         """Return whether spreads are wanted."""
         value = parameters.get("spread", "0")
-        text = bytes(value).decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
+        text = text_of(value)
         if text not in ("0", "1"):
             raise RequestError(f"spread must be 0 or 1, got {text[:40]!r}")
         return text == "1"
